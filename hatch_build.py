@@ -1,7 +1,14 @@
-"""Builds the loops in C (vbucket/native), where there are a C compiler and Python's headers.
+"""What a wheel has: the packages below `dcpd`, and the loops in C (vbucket/native).
 
-    pip install .          a wheel with them
-    scripts/compile        beside the sources (scripts/build_beside.py); scripts/install calls it
+    pip install .          a wheel with both
+    scripts/compile        the loops beside the sources (scripts/build_beside.py); scripts/install
+                           calls it
+
+In a wheel all packages are in `dcpd`, so that they take no other name of a program that uses them:
+`clients` becomes `dcpd.clients`, and its imports are changed to that. An editable installation has
+them as they are. docs/decisions.md says why.
+
+The loops are built where there are a C compiler and Python's headers.
 
 Without them everything works, only slower, and `dcpd --version` says why they are missing.
 DCPD_COMPILE=0 builds none; DCPD_COMPILE=1 fails where they cannot be built. DCPD_COMPILE_LEVEL is
@@ -10,6 +17,7 @@ the C compiler's optimisation level (3).
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import shlex
@@ -18,6 +26,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +39,16 @@ BUILT_FROM: Final = FOLDER / "built_from.txt"
 """Each source with its checksum, so that changed ones are noticed (vbucket/native/form.py)."""
 NOT_BUILT: Final = FOLDER / "not_built.txt"
 """Why a wheel has no loops."""
+
+PACKAGES: Final = ("clients", "dcp", "failover", "vbucket")
+NAME: Final = "dcpd"
+"""The one name that a wheel takes."""
+FRONT: Final = Path("clients/front") / NAME
+"""What this name has itself: the public names of the packages."""
+NOT_COPIED: Final = ("__pycache__", "*.so*", "*.pyd*", "built_from.txt", "not_built.txt", "front")
+
+SAY_S: Final = 3.0
+"""Between two lines that say how far the compiler is."""
 
 
 class CompileError(Exception):
@@ -88,8 +108,13 @@ def _compile(folder: Path, target: Path) -> None:
             [*_compiler(), *flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
-        for done in threads.map(_run, steps):
+        print(f"compiling the loops in C: {len(steps)} files", flush=True)
+        said_s = time.monotonic()
+        for count, done in enumerate(threads.map(_run, steps), 1):
             _check(done)
+            if time.monotonic() - said_s > SAY_S:
+                said_s = time.monotonic()
+                print(f"  {count} of {len(steps)}", flush=True)
     _check(_run([*_compiler(), *linker[1:], *map(str, objects), "-o", str(target)]))
 
 
@@ -101,6 +126,62 @@ def _check(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode:
         why = (done.stdout + done.stderr)[-3000:]
         raise CompileError(f"the loops in C could not be compiled:\n{why}")
+
+
+def module_names(root: Path) -> frozenset[str]:
+    """Return the dotted names of the modules of all packages."""
+    return frozenset(
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        for package in PACKAGES
+        for path in (root / package).rglob("*.py")
+    )
+
+
+def moved(source: str, modules: frozenset[str]) -> str:
+    """Return a module's source for a wheel: what it imports from the packages is below `dcpd`.
+
+    So are strings that are a module's name (`python -m dcp.server.main`). Lines keep their numbers.
+    Raises ValueError for an import that binds a package's own name, as no name can stand for it.
+    """
+    lines = source.encode().splitlines(keepends=True)
+    for line, column, name in sorted(_names_to_move(ast.parse(source), modules), reverse=True):
+        text = lines[line - 1]
+        if not text[column:].startswith(name.encode()):
+            raise ValueError(f"line {line}: {name!r} is written in a form that is not understood")
+        lines[line - 1] = text[:column] + f"{NAME}.".encode() + text[column:]
+    return b"".join(lines).decode()
+
+
+def _names_to_move(tree: ast.Module, modules: frozenset[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield line, column in bytes, and text of each name that a wheel has below `dcpd`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(name), level=0) if name.split(".")[0] in PACKAGES:
+                yield node.lineno, node.col_offset + len("from "), name
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    if alias.name.split(".")[0] in PACKAGES:
+                        if alias.asname is None:
+                            raise ValueError(
+                                f"line {node.lineno}: `import {alias.name}` has no `as`"
+                            )
+                        yield alias.lineno, alias.col_offset, alias.name
+            case ast.Constant(value=str(name)) if "." in name and name in modules:
+                yield node.lineno, node.col_offset + len('"'), name
+
+
+def lay_out(root: Path, target: Path) -> None:
+    """Write the package `dcpd` of a wheel into a new folder, without the loops."""
+    ignored = shutil.ignore_patterns(*NOT_COPIED)
+    shutil.copytree(root / FRONT, target, ignore=ignored)
+    for package in PACKAGES:
+        shutil.copytree(root / package, target / package, ignore=ignored)
+    modules = module_names(root)
+    for path in [*target.rglob("*.py"), *target.rglob("*.pyi")]:
+        try:
+            path.write_text(moved(path.read_text(), modules))
+        except ValueError as error:
+            raise ValueError(f"{path.relative_to(target)}: {error}") from error
 
 
 def wish() -> str:
@@ -117,13 +198,15 @@ class CustomBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the library to a wheel, or the reason why it has none."""
+        """Add the packages to a wheel, and the library or the reason why it has none."""
         asked = wish()
         if self.target_name != "wheel" or version == "editable":
             return
         self._folder = tempfile.TemporaryDirectory(prefix="dcpd-wheel-")
         made, text = Path(self._folder.name) / "loops", Path(self._folder.name) / "text"
         included = build_data["force_include"]
+        lay_out(Path(self.root), Path(self._folder.name) / NAME)
+        included[str(Path(self._folder.name) / NAME)] = NAME
         try:
             if asked == "0":
                 raise CompileError("DCPD_COMPILE=0")
@@ -134,10 +217,10 @@ class CustomBuildHook(BuildHookInterface[Any]):
             reason = str(error).splitlines()[0].rstrip(":")
             print(f"dcpd: built without the loops in C: {reason}", file=sys.stderr)
             text.write_text(reason + "\n")
-            included[str(text)] = str(NOT_BUILT)
+            included[str(text)] = str(NAME / NOT_BUILT)
             return
-        included[str(text)] = str(BUILT_FROM)
-        included[str(made)] = str(library())
+        included[str(text)] = str(NAME / BUILT_FROM)
+        included[str(made)] = str(NAME / library())
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 

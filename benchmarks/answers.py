@@ -1,20 +1,12 @@
-"""Counts and checks answers in the generator, at a cost far below a server's.
-
-A counter takes received bytes until a batch of answers is complete. While all answers are good it
-checks status bytes by slicing or counting. At the first sign of anything else it reads answer by
-answer, so an error of another length is counted and the connection stays in step.
+"""Counters of answers for the generator, of all its protocols. That of the binary protocol, and why
+they count by slicing, is in `clients.cli.node.answers`.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
-ANSWER_BYTES: Final = 24
-TOKEN_ANSWER_BYTES: Final = 40  # with a mutation token
-
-
-class AnswerError(Exception):
-    """The server sent something that is not an answer."""
+from clients.cli.node.answers import ANSWER_BYTES, AnswerError, BinaryCounter
 
 
 class Counter(Protocol):
@@ -31,57 +23,6 @@ class Counter(Protocol):
 
     def feed(self, chunk: bytes) -> bool:
         """Process received bytes; True when the batch is fully answered."""
-
-
-class BinaryCounter:
-    """Answers to SETs on the binary protocol, all of one size: status in bytes 6 and 7."""
-
-    answer_bytes = TOKEN_ANSWER_BYTES
-
-    def __init__(self) -> None:
-        self.errors = 0
-        self.first_error = ""
-        self._left = 0
-        self._buffer = b""
-        self._plain = True
-
-    def begin(self, operations: int) -> None:
-        self._left, self._buffer, self._plain = operations, b"", True
-
-    def outgoing(self, batch: bytes) -> bytes:
-        return batch
-
-    def feed(self, chunk: bytes) -> bool:
-        buffer = self._buffer = self._buffer + chunk if self._buffer else chunk
-        if self._plain:
-            each = self.answer_bytes
-            statuses, magics = buffer[6::each] + buffer[7::each], buffer[::each]
-            if statuses.count(0) == len(statuses) and magics.count(0x81) == len(magics):
-                wanted = self._left * each
-                if len(buffer) > wanted:
-                    raise AnswerError(f"{len(buffer) - wanted} bytes too many")
-                return len(buffer) == wanted
-            self._plain = False
-        return self._read_one_by_one()
-
-    def _read_one_by_one(self) -> bool:
-        buffer, at = self._buffer, 0
-        while self._left and at + 24 <= len(buffer):
-            if buffer[at] != 0x81:
-                raise AnswerError(f"an answer starts with byte 0x{buffer[at]:02x}, not 0x81")
-            end = at + 24 + int.from_bytes(buffer[at + 8 : at + 12], "big")
-            if end > len(buffer):
-                break
-            status = int.from_bytes(buffer[at + 6 : at + 8], "big")
-            if status:
-                self.errors += 1
-                self.first_error = self.first_error or f"status 0x{status:02x}"
-            self._left -= 1
-            at = end
-        self._buffer = buffer[at:]
-        if not self._left and self._buffer:
-            raise AnswerError(f"{len(self._buffer)} bytes too many")
-        return not self._left
 
 
 class MemcachedCounter(BinaryCounter):

@@ -32,9 +32,9 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from benchmarks import workload
-from benchmarks.answers import TOKEN_ANSWER_BYTES, AnswerError
 from benchmarks.cluster_map import OP_GET_CLUSTER_CONFIG, masters_of
-from benchmarks.histogram import Histogram
+from clients.cli.node.answers import TOKEN_ANSWER_BYTES, AnswerError
+from clients.cli.node.histogram import Histogram
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 FEATURES: Final = (*workload.FEATURES, 0x0C, 0x0D, 0x1E)

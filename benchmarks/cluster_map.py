@@ -7,7 +7,7 @@ import socket
 from typing import Final
 
 from benchmarks import workload
-from benchmarks.answers import AnswerError
+from clients.cli.node.answers import AnswerError
 
 OP_GET_CLUSTER_CONFIG: Final = 0xB5
 

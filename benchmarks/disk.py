@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.histogram import Histogram
+from clients.cli.node.histogram import Histogram
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-from benchmarks.answers import AnswerError
+from clients.cli.node.answers import AnswerError
 
 FRAME_HEAD: Final = Struct(">BHBBI")
 """Length (8 + 16 bits), type, flags, stream id."""

@@ -28,10 +28,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from benchmarks import workload
-from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
-from benchmarks.histogram import Histogram
 from benchmarks.peers import cpu_seconds, memory_bytes
+from clients.cli.node.answers import AnswerError
+from clients.cli.node.histogram import Histogram
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode

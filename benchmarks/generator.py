@@ -29,9 +29,10 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from benchmarks import etcd, nats, workload
-from benchmarks.answers import AnswerError, BinaryCounter, Counter, MemcachedCounter, RespCounter
+from benchmarks.answers import Counter, MemcachedCounter, RespCounter
 from benchmarks.cluster_map import read_masters
-from benchmarks.histogram import Histogram
+from clients.cli.node.answers import AnswerError, BinaryCounter
+from clients.cli.node.histogram import Histogram
 from vbucket.model.ids import vbucket_of
 
 RECEIVE_BYTES: Final = 256 * 1024

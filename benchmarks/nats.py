@@ -17,7 +17,7 @@ import socket
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.answers import AnswerError
+from clients.cli.node.answers import AnswerError
 
 BUCKET: Final = "benchmark"
 STREAM: Final = f"KV_{BUCKET}"

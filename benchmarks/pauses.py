@@ -28,9 +28,9 @@ from typing import Any, Final
 
 from benchmarks import workload
 from benchmarks.generator import open_session
-from benchmarks.histogram import Histogram
 from benchmarks.peers import Dcpd
 from benchmarks.run import LOAD_SHAPE, generate
+from clients.cli.node.histogram import Histogram
 from dcp.wire.opcode import Opcode
 
 TICK_SECONDS: Final = 0.001

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from benchmarks import etcd, nats, workload
-from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
+from clients.cli.node.answers import AnswerError
 
 KEY_VALUE_PORT: Final = re.compile(r"key-value\D*127\.0\.0\.1:(\d+)")
 """Where dcpd's first lines name its port."""

@@ -19,9 +19,9 @@ import time
 from typing import Final
 
 from benchmarks import workload
-from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
-from benchmarks.histogram import Histogram
+from clients.cli.node.answers import AnswerError
+from clients.cli.node.histogram import Histogram
 
 PREBUILT: Final = 131_072
 """Requests built before the clock starts; they are sent in turn."""

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.generator import open_session
-from benchmarks.histogram import Histogram
 from benchmarks.peers import Dcpd
+from clients.cli.node.histogram import Histogram
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode

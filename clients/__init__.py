@@ -1,6 +1,6 @@
 """Python clients: key-value, change-stream consumer, and the dcpctl command.
 
-    from clients import Consumer, KvClient, Mirror, CheckpointFile, Mutation, Deletion, Rollback
+    from dcpd import Consumer, KvClient, Mirror, CheckpointFile, Mutation, Deletion, Rollback
 
 What is named here is the public interface (docs/consumers.md). A name is imported when it is first
 used, so that a program pays for what it needs.

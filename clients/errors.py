@@ -81,7 +81,7 @@ class DcpdError(Exception):
         if self.key is not None:
             where.append(f"key {self.key.decode(errors='backslashreplace')!r}")
         if self.vb_id is not None:
-            where.append(f"vbucket {self.vb_id}")
+            where.append(f"partition {self.vb_id}")
         if self.node is not None:
             where.append(f"node {self.node}")
         return f"{self.what} ({', '.join(where)})" if where else self.what
@@ -199,7 +199,7 @@ class StatusError(DcpdError):
 class NotFoundError(StatusError):
     """The document does not exist, or whatever else the request named."""
 
-    default_hint = "Keys match byte by byte. To list the documents: dcpctl watch --until-now"
+    default_hint = "Keys match byte by byte. dcpctl keys lists them."
 
 
 class ExistsError(StatusError):

@@ -77,6 +77,7 @@ _NAMES: Final = {
     Opcode.REPLACE: "replace",
     Opcode.DELETE: "delete",
     Opcode.SUBDOC_MULTI_LOOKUP: "look up",
+    Opcode.TOUCH: "touch",
 }
 LOOKUPS_MAX: Final = 16
 """Most look-ups of one SUBDOC_MULTI_LOOKUP."""
@@ -259,6 +260,11 @@ def store_operation(
 def delete_operation(key: bytes | str, cas: int = 0) -> Operation:
     """Return a DELETE."""
     return Opcode.DELETE, key_bytes(key), b"", b"", cas
+
+
+def touch_operation(key: bytes | str, expiry_s: int) -> Operation:
+    """Return a TOUCH."""
+    return Opcode.TOUCH, key_bytes(key), U32.pack(expiry_s), b"", 0
 
 
 def partitions_of(operations: Iterable[Operation], num_vbuckets: int) -> list[int]:

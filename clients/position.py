@@ -163,16 +163,25 @@ def clipped(complete: Ranges, seqno: int) -> Ranges:
 
 
 def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
-    """Return in words why a partition goes back, and why to that seqno."""
-    known = f"version {before.vb_uuid}" if before.vb_uuid else "no version"
-    if server_seqno:
-        parts = f"the server's history parts from ours ({known}, seqno {before.seqno}) at seqno"
-        reason = f"{parts} {server_seqno}"
-    else:
-        reason = f"the server cannot go on from {known}, seqno {before.seqno}"
-    if to_seqno == server_seqno:
-        return reason
-    return f"{reason}; the newest complete state that we held at or below is that of {to_seqno}"
+    """Return in words what happens to what a client holds of a partition that goes back."""
+    shared = min(max(server_seqno, to_seqno), before.seqno)
+    done = []
+    if before.seqno > shared:
+        done.append(f"{_changes(shared, before.seqno)} undone")
+    if shared > to_seqno:
+        done.append(f"{_changes(to_seqno, shared)} sent again")
+    why = f"history branched at seqno {server_seqno}"
+    if not server_seqno:
+        why = f"the server does not know version {before.vb_uuid}"
+    return f"{why}: {', '.join(done) or 'no change is undone'}"
+
+
+def _changes(after_seqno: int, last_seqno: int) -> str:
+    """Return the changes above a seqno in words, with their verb."""
+    if last_seqno == after_seqno + 1:
+        return f"1 change (seqno {last_seqno}) is"
+    count = last_seqno - after_seqno
+    return f"{count:,} changes (seqnos {after_seqno + 1} to {last_seqno}) are"
 
 
 def version_log_group(vb_id: int) -> bytes:

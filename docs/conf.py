@@ -91,6 +91,7 @@ copybutton_exclude = ".linenos, .gp"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_mock_imports = list(python_page.NOT_INSTALLED)
 autodoc_default_options = {"members": True, "exclude-members": "__init__"}
 
 

@@ -9,10 +9,11 @@ changes from now on and removes changed keys from the cache. If history branches
 key of the partition, because a cached value may have been undone.
 """
 
+import argparse
 import asyncio
-import sys
+import contextlib
 
-from clients import Consumer, Deletion, KvClient, Mutation, Rollback, vbucket_of
+from dcpd import Consumer, Deletion, KvClient, Mutation, NotFoundError, Rollback, vbucket_of
 
 
 class Cache:
@@ -78,13 +79,23 @@ class Cache:
 
 
 async def main(server: str, key: str) -> None:
+    print(f"connecting to {server}; change the document with: dcpctl set {key} VALUE", flush=True)
     async with Cache(server) as cache:
+        print("all partitions are followed from now on; Ctrl-C ends it", flush=True)
         while True:
             hits = cache.hits
-            value = await cache.get(key.encode())
-            print(value.decode(), "(cached)" if cache.hits > hits else "(read)", flush=True)
+            try:
+                value = (await cache.get(key.encode())).decode()
+            except NotFoundError:
+                value = "there is no such document"
+            print(value, "(cached)" if cache.hits > hits else "(read)", flush=True)
             await asyncio.sleep(1)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("server", metavar="HOST:PORT", help="for example 127.0.0.1:11210")
+    parser.add_argument("key", metavar="KEY", help="the document to read once a second")
+    options = parser.parse_args()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(options.server, options.key))

@@ -8,12 +8,15 @@ again from the beginning (`on_rollback="restart"`), and no journal is needed. Po
 committed with the index.
 """
 
+import argparse
 import asyncio
 import contextlib
 import sqlite3
 import sys
+import time
+from collections import Counter
 
-from clients import (
+from dcpd import (
     Consumer,
     Deletion,
     Delivery,
@@ -66,22 +69,55 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
         )
 
 
-async def main(server: str, path: str, *search: str) -> None:
+class Progress:
+    """Says on stderr what was applied, at most once a second, and at the end."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._said_s = time.monotonic()
+
+    def count(self, delivery: Delivery) -> None:
+        self._counts.update(type(event).__name__.lower() for event in delivery.events)
+        if time.monotonic() > self._said_s + 1:
+            self.say()
+
+    def say(self) -> None:
+        self._said_s = time.monotonic()
+        kinds = ("mutation", "deletion", "rollback")
+        print(*(f"{kind}s: {self._counts[kind]:,} " for kind in kinds), file=sys.stderr)
+
+
+async def main(server: str, path: str, words: str | None) -> None:
+    progress = Progress()
+
+    def take(delivery: Delivery) -> None:
+        apply(db, delivery)
+        progress.count(delivery)
+
     with contextlib.closing(sqlite3.connect(path)) as db:
         prepare(db)
         rows = db.execute("SELECT vb, position FROM positions")
         start = {vb_id: decode_position(raw) for vb_id, raw in rows}
-        consumer = Consumer(server, start=start, until_now=bool(search), on_rollback="restart")
+        until = "until it has caught up" if words else "until Ctrl-C"
+        print(f"{path} follows {server} {until}", file=sys.stderr)
+        until_now = words is not None
+        consumer = Consumer(server, start=start, until_now=until_now, on_rollback="restart")
         async with consumer:
-            await consumer.run(lambda delivery: apply(db, delivery))
+            await consumer.run(take)
+        progress.say()
         for key, text in db.execute(
             "SELECT key, snippet(texts, 0, '[', ']', '...', 8)"
             " FROM texts JOIN keys ON id = texts.rowid WHERE texts MATCH ? ORDER BY rank",
-            search[1:],
+            (words,),
         ):
             print(f"{key.decode(errors='replace')}: {text}")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("server", metavar="HOST:PORT", help="for example 127.0.0.1:11210")
+    parser.add_argument("path", metavar="FILE", help="the index; it is created if there is none")
+    parser.add_argument("--search", metavar="WORDS", help="catch up, then print what has them")
+    options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main(*sys.argv[1:]))
+        asyncio.run(main(options.server, options.path, options.search))

@@ -5,15 +5,18 @@
 
 You may kill it at any time: it resumes exactly where it stopped. If history branches it undoes what
 the server undid, with a journal of replaced values. (This journal grows without limit.
-`clients.Mirror` has a bounded one, and starts a partition again if a branch lies deeper.)
+`dcpd.Mirror` has a bounded one, and starts a partition again if a branch lies deeper.)
 """
 
+import argparse
 import asyncio
 import contextlib
 import sqlite3
 import sys
+import time
+from collections import Counter
 
-from clients import (
+from dcpd import (
     Consumer,
     Deletion,
     Delivery,
@@ -75,16 +78,47 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
         )
 
 
-async def main(server: str, path: str, *options: str) -> None:
+class Progress:
+    """Says on stderr what was applied, at most once a second, and at the end."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._said_s = time.monotonic()
+
+    def count(self, delivery: Delivery) -> None:
+        self._counts.update(type(event).__name__.lower() for event in delivery.events)
+        if time.monotonic() > self._said_s + 1:
+            self.say()
+
+    def say(self) -> None:
+        self._said_s = time.monotonic()
+        kinds = ("mutation", "deletion", "rollback")
+        print(*(f"{kind}s: {self._counts[kind]:,} " for kind in kinds), file=sys.stderr)
+
+
+async def main(server: str, path: str, *, until_now: bool) -> None:
+    progress = Progress()
+
+    def take(delivery: Delivery) -> None:
+        apply(db, delivery)
+        progress.count(delivery)
+
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.executescript(SCHEMA)
         rows = db.execute("SELECT vb, position FROM positions")
         start = {vb_id: decode_position(raw) for vb_id, raw in rows}
-        until_now = "--until-now" in options
+        until = "until it has caught up" if until_now else "until Ctrl-C"
+        print(f"{path} follows {server} {until}", file=sys.stderr)
         async with Consumer(server, start=start, until_now=until_now) as consumer:
-            await consumer.run(lambda delivery: apply(db, delivery))
+            await consumer.run(take)
+        progress.say()
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("server", metavar="HOST:PORT", help="for example 127.0.0.1:11210")
+    parser.add_argument("path", metavar="FILE", help="the mirror; it is created if there is none")
+    parser.add_argument("--until-now", action="store_true", help="end when it has caught up")
+    options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main(*sys.argv[1:]))
+        asyncio.run(main(options.server, options.path, until_now=options.until_now))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from clients.testing import DcpServer
+from dcpd.testing import DcpServer
 
 DOCUMENTS = 300
 

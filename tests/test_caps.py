@@ -43,8 +43,15 @@ class Feature(NamedTuple):
 
 
 FEATURES: Final[dict[str, Feature]] = {
+    "rollback on demand in a cluster": Feature(1, 300),
+    "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
+    "dcpctl status on one screen, dcpctl top": Feature(5, 573),
+    "dcpctl bench": Feature(4, 570),
+    "dcpctl logs, dcpctl config": Feature(2, 265),
     "console: cluster, live changes, documents by key, sessions, log": Feature(5, 1200),
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
+    "spans for OpenTelemetry": Feature(1, 230),
+    "import dcpd": Feature(5, 80),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
 import re
 import shutil
 import subprocess
@@ -17,12 +18,28 @@ from urllib.request import urlopen
 
 import pytest
 
-from clients import __all__ as public_names
 from clients.cli.dcpctl import COMMANDS
+from dcpd import __all__ as public_names
 from support.shell_blocks import copy_project
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+
+
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {
+            "couchbase", "deltalake", "fsspec", "grpc", "hypothesis",
+            "matplotlib", "numpy", "pandas", "playwright", "pyarrow", "pyspark", "pytest",
+        }:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+"""What `scripts/install docs` does not install, and this environment has."""
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +48,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "clone"
     copy_project(folder)
     (folder / "scripts" / "install").write_text("")
+    (folder / "without").mkdir()
+    (folder / "without" / "sitecustomize.py").write_text(ABSENT)
     return folder
+
+
+def build(clone: Path) -> subprocess.CompletedProcess[str]:
+    """Build as in a fresh clone."""
+    return subprocess.run(
+        ["bash", "scripts/docs", "--build"],
+        cwd=clone, env=os.environ | {"PYTHONPATH": str(clone / "without")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def site(clone: Path) -> Path:
     """The built site. The build is strict: each warning is an error, and all are shown."""
-    words = ["bash", "scripts/docs", "--build"]
-    built = subprocess.run(words, cwd=clone, capture_output=True, text=True, check=False)
+    built = build(clone)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stderr == ""
     return clone / "build" / "docs"
@@ -48,8 +75,7 @@ def test_a_broken_link_fails_the_build(clone: Path, site: Path) -> None:
     page = clone / "docs" / "glossary.md"
     text = page.read_text()
     page.write_text(f"{text}\n[nowhere](nowhere.md)\n")
-    words = ["bash", "scripts/docs", "--build"]
-    built = subprocess.run(words, cwd=clone, capture_output=True, text=True, check=False)
+    built = build(clone)
     page.write_text(text)
     assert built.returncode != 0
     assert "nowhere.md" in built.stderr
@@ -61,9 +87,9 @@ def test_the_script_serves_the_site_on_this_machine(clone: Path, site: Path) -> 
     ) as server:
         try:
             assert server.stdout is not None
-            said = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline().decode())
-            assert said is not None
-            with urlopen(said[0]) as answer:
+            found = (re.search(rb"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
+            said = next(filter(None, found))[0].decode()
+            with urlopen(said) as answer:
                 assert b"choose the door" in answer.read()
         finally:
             server.terminate()
@@ -120,7 +146,7 @@ def test_every_command_and_public_name_has_its_place(site: Path) -> None:
     text = (site / "dcpctl.html").read_text()
     assert [name for name in COMMANDS if f'id="dcpctl-{name}"' not in text] == []
     text = (site / "python-api.html").read_text()
-    assert [name for name in public_names if f'id="clients.{name}"' not in text] == []
+    assert [name for name in public_names if f'id="dcpd.{name}"' not in text] == []
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

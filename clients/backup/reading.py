@@ -47,7 +47,7 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         """Return the damage as text."""
-        reach = f"vbucket {self.vb_id}, seqno {self.first_seqno} to {self.last_seqno}"
+        reach = f"partition {self.vb_id}, seqno {self.first_seqno} to {self.last_seqno}"
         return f"{self.path}: {self.what}: {reach}"
 
 

@@ -29,21 +29,23 @@ from clients.backup.archives.archive import Archive, create_archive, open_archiv
 from clients.backup.archives.archive_errors import PointError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import time_text
-from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, Verbs, help_text, with_target
+from clients.cli.node.figures import size_text
+from clients.cli.output import write_json, write_raw
 from clients.cli.restore_commands import ARCHIVE, bar, export, restore
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Back up a server into an archive, and restore it as of any point in its history.",
         "dcpctl backup run --archive backups",
         "dcpctl backup list --archive backups",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z --dry-run",
         "dcpctl backup run --archive s3://bucket/folder",
-    )
+    ),
 )
 def backup() -> None:
     """Back up, restore, and manage archives."""
@@ -123,10 +125,11 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
         )
     elif record.rollbacks:
         undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
-        lines.append(
-            f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
-            " seqnos were rolled back"
+        places = (
+            "1 partition" if len(record.rollbacks) == 1 else f"{len(record.rollbacks)} partitions"
         )
+        changes = "1 change is" if undone == 1 else f"{undone:,} changes are"
+        lines.append(f"history branched in {places} since the last run: {changes} undone")
     if report.history_was_refused:
         lines.append("the server cannot stream every version: this run has only the newest ones")
     write_raw("\n".join(lines).encode() + b"\n")
@@ -152,7 +155,7 @@ def list_(*, target: Target, url: str) -> int:
         )
         for record in runs
     ]  # fmt: skip
-    write_rows(target.output_or("table" if is_terminal() else "plain"), columns, rows)
+    target.show_rows(columns, rows, "the archive has no run yet; dcpctl backup run makes one")
     return _name_damages(damages)
 
 
@@ -164,23 +167,23 @@ def _name_damages(damages: dict[str, str]) -> int:
 
 
 @backup.command(
-    "info",
+    "show",
     help=help_text(
         "Show what an archive holds. With --run, show the seqno of each partition in that run.",
-        "dcpctl backup info --archive backups",
-        "dcpctl backup info --archive backups --run 3 -o json",
+        "dcpctl backup show --archive backups",
+        "dcpctl backup show --archive backups --run 3 -o json",
     ),
 )
 @ARCHIVE
 @click.option("--run", "run", type=click.IntRange(min=1), metavar="N", help="Show this run.")
 @with_target
-def info(*, target: Target, url: str, run: int | None) -> int:
+def show(*, target: Target, url: str, run: int | None) -> int:
     """Show what an archive holds."""
     archive = open_archive(url)
     runs, damages = archive.runs_and_damages()
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if run is not None:
-        _show_run(mode, runs, run)
+        _show_run(target, runs, run)
         return _name_damages(damages)
     document: dict[str, Any] = {
         "archive": archive.record.archive_id, "created": time_text(archive.record.created_ns),
@@ -303,13 +306,13 @@ def _say(target: Target, document: dict[str, Any], text: str) -> None:
         write_raw(f"{text}\n".encode())
 
 
-def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
+def _show_run(target: Target, runs: list[RunRecord], run: int) -> None:
     from clients.backup.archives.legs import whole_states
     from clients.backup.archives.point import Point, chain_of
 
     upto = Point(run=run).runs_of(runs)
     columns = [
-        ("vb", "vbucket"), ("seqno", "seqno"), ("vb_uuid", "version"), ("versions", "versions"),
+        ("vb", "partition"), ("seqno", "seqno"), ("vb_uuid", "version"), ("versions", "versions"),
         ("whole", "whole states"),
     ]  # fmt: skip
     rows = []
@@ -319,10 +322,10 @@ def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
         ranges = whole_states(chain)
         vb_uuid = str(leg.versions[0][0]) if leg.versions else ""
         whole: Any = [list(item) for item in ranges]
-        if mode != "json":
+        if target.rows_mode != "json":
             whole = " ".join(f"{low}-{high}" if low != high else f"{low}" for low, high in ranges)
         rows.append((vb_id, leg.to_seqno, vb_uuid, len(leg.versions), whole))
-    write_rows(mode, columns, rows)
+    target.show_rows(columns, rows)
 
 
 def _kind(record: RunRecord) -> str:
@@ -344,15 +347,6 @@ def _age_ns(text: str) -> int:
             f"{text!r} is not an age", hint="Use a number and s, m, h, d or w, such as 30d."
         )
     return int(number) * _UNITS[unit] * 1_000_000_000
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size with its unit, such as 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""dcpctl context add, use, list, show, rm: servers and logins under a name."""
+"""dcpctl context add, use, list, show, remove: servers and logins under a name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clients.cli.contexts import (
     load_contexts,
     save_contexts,
 )
-from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
 from clients.cli.login import (
     WAYS,
     environment_password,
@@ -24,11 +24,12 @@ from clients.cli.login import (
     password_in,
     readable_by_others,
 )
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.output import write_json, write_raw, write_rows
 from clients.cli.standard_input import input_is_terminal
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Save servers and logins under names. A command uses the current context, unless --context,"
         " --server or DCPCTL_SERVER says otherwise. The file is readable by you only.",
@@ -36,7 +37,7 @@ from clients.cli.standard_input import input_is_terminal
         "dcpctl context use prod",
         "dcpctl --context prod status",
         "dcpctl context list",
-    )
+    ),
 )
 def context() -> None:
     """Save servers and logins under names."""
@@ -114,18 +115,18 @@ def list_(*, target: Target) -> None:
     contexts = load_contexts()
     if warning := readable_by_others():
         click.echo(f"dcpctl: {warning}", err=True)
-    mode = target.output_or("table" if is_terminal() else "plain")
     rows: list[tuple[Any, ...]] = [
         (name, saved.server, saved.user or "", _login_text(saved), name == contexts.current)
         for name, saved in contexts.saved.items()
     ]
-    if mode != "json":
+    if target.rows_mode != "json":
         rows = [(*row[:-1], "*" if row[-1] else "") for row in rows]
     columns = [
         ("name", "context"), ("server", "server"), ("user", "user"), ("password", "password"),
         ("current", "current"),
     ]  # fmt: skip
-    write_rows(mode, columns, rows)
+    empty = "no context is saved yet; dcpctl context add NAME --server HOST:PORT saves one"
+    target.show_rows(columns, rows, empty)
 
 
 @context.command(
@@ -152,7 +153,7 @@ def show(*, target: Target, name: str | None) -> None:
         "tls_ca": saved.tls_ca, "tls_cert": saved.tls_cert, "current": name == contexts.current,
         "file": str(contexts_path()),
     }  # fmt: skip
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if mode == "json":
         write_json(document)
     else:
@@ -160,7 +161,7 @@ def show(*, target: Target, name: str | None) -> None:
         write_rows(mode, [("name", ""), ("value", "")], rows)
 
 
-@context.command("rm", help=help_text("Remove a context.", "dcpctl context rm prod"))
+@context.command("remove", help=help_text("Remove a context.", "dcpctl context remove prod"))
 @click.argument("name")
 @with_target
 def remove_context(*, target: Target, name: str) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
 from clients.address import ServerAddress
 from clients.cli.login import DEFAULT_SERVER, WAYS, Given, address_of
+from clients.cli.output import SCHEMA_VERSION, is_terminal, write_rows
 from clients.errors import (
     AmbiguousWriteError,
     AuthenticationError,
@@ -45,6 +47,9 @@ EXIT_UNAVAILABLE: Final = 10
 """The server cannot do it now, for example because the cluster's metadata store is away."""
 EXIT_INTERRUPTED: Final = 130
 
+ABORTED: Final = "aborted; nothing changed"
+"""The end of a question that was not answered, or with no: it comes before the change."""
+
 _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
     (AmbiguousWriteError, EXIT_AMBIGUOUS),
     (NotFoundError, EXIT_NOT_FOUND),
@@ -70,18 +75,23 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "get": ("documents.document_commands:get", "Print a document."),
     "set": ("documents.document_commands:set_", "Store a document."),
     "del": ("documents.document_commands:delete", "Delete documents."),
+    "edit": ("documents.edit_command:edit", "Change a document in an editor."),
+    "exists": ("documents.document_commands:exists", "Ask whether documents are there."),
+    "incr": ("documents.document_commands:incr", "Add to a counter."),
+    "touch": ("documents.document_commands:touch", "Change when documents expire."),
     "keys": ("documents.keys_command:keys", "List keys, by prefix."),
     "watch": ("changes.watch_command:watch", "Stream changes; can be resumed."),
     "import": ("documents.import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
+    "logs": ("node.log_command:logs", "Show the servers' last log lines, and follow them."),
+    "config": ("node.config_commands:config", "Show settings, and change those that are live."),
+    "bench": ("node.bench_command:bench", "Measure how fast the server is."),
     "seqnos": ("partitions.partition_commands:seqnos", "Show the high seqno of each partition."),
     "failover-log": (
         "partitions.partition_commands:failover_log",
         "Show the versions of a partition.",
     ),
-    "status": (
-        "partitions.partition_commands:status",
-        "Show the server's version, state and content.",
-    ),
+    "status": ("node.status_command:status", "Show whether all is well, and what to do."),
+    "top": ("node.top_command:top", "Watch nodes and consumers: rates, lag, disk."),
     "vb": ("partitions.vbucket_commands:vb", "Branch, fail over, purge, dump or stop a partition."),
     "compact": (
         "partitions.storage_commands:compact",
@@ -93,7 +103,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "explain": ("changes.explain_command:explain_", "Explain a rollback."),
     "collection": (
         "documents.collection_commands:collection",
-        "List, create and drop collections.",
+        "List, add and remove collections.",
     ),
     "backup": ("backup_commands:backup", "Back up to an archive, and restore from it."),
     "user": ("user_commands:user", "Manage users and their roles."),
@@ -116,6 +126,7 @@ class Target(NamedTuple):
     output: str | None = None
     waits: bool = False
     """Whether the command waits until the server answers."""
+    no_headers: bool = False
 
     @property
     def address(self) -> ServerAddress:
@@ -128,11 +139,63 @@ class Target(NamedTuple):
         """Return the output mode, or `default` if none was given."""
         return self.output or default
 
+    @property
+    def rows_mode(self) -> str:
+        """How rows are written: a table on a terminal, else lines, unless -o says otherwise."""
+        return self.output_or("table" if is_terminal() else "plain")
+
+    def show_rows(
+        self, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]], empty: str = ""
+    ) -> None:
+        """Write rows (see `write_rows`); without any, say `empty` on stderr."""
+        found = list(rows)
+        if found:
+            write_rows(self.rows_mode, columns, found, has_header=not self.no_headers)
+        elif empty and self.rows_mode != "json":
+            click.echo(f"dcpctl: {empty}", err=True)
+
 
 _address_of: Final = lru_cache(maxsize=1)(address_of)
 
 
-class LazyGroup(click.Group):
+class NotThereError(DcpdError):
+    """Something that a command names is not there."""
+
+    exit_code = EXIT_NOT_FOUND
+
+
+def suggestion(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return a hint for a name that is not there: the ones like it, or what to do otherwise."""
+    from difflib import get_close_matches
+
+    similar = get_close_matches(name, list(names), n=3)
+    return f"Did you mean {' or '.join(map(repr, similar))}?" if similar else otherwise
+
+
+ALIASES: Final = {
+    "create": "add", "set": "add", "rm": "remove", "delete": "remove", "drop": "remove",
+    "clear": "remove", "ls": "list", "info": "show",
+}  # fmt: skip
+"""Verbs of other tools -> ours. They are not in the help; a group's own command comes first."""
+
+
+class Verbs(click.Group):
+    """A group that takes ALIASES, and suggests a similar command for one that is not there."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command."""
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            if ALIASES.get(args[0]) not in names:
+                advice = suggestion(args[0], names, f"{ctx.command_path} --help lists them.")
+                raise click.UsageError(f"there is no command {args[0]!r}. {advice}", ctx)
+            args = [ALIASES[args[0]], *args[1:]]
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Verbs):
     """A group that imports its commands on demand."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
@@ -145,20 +208,8 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         module, _, name = entry[0].partition(":")
-        command: click.Command = getattr(import_module(f"clients.cli.{module}"), name)
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), name)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; suggest a similar one if there is none."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches
-
-            similar = get_close_matches(args[0], COMMANDS, n=1)
-            advice = f"Did you mean {similar[0]!r}?" if similar else "dcpctl --help lists them."
-            raise click.UsageError(f"there is no command {args[0]!r}. {advice}", ctx)
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
@@ -213,6 +264,7 @@ _SHARED: Final = (
     click.option("--tls-ca", metavar="FILE", hidden=True),
     click.option("--tls-cert", metavar="FILE", hidden=True),
     click.option("--wait", "waits", is_flag=True, default=None, hidden=True),
+    click.option("--no-headers", is_flag=True, default=None, hidden=True),
     click.option(
         "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
         help="Output: table, plain, json (one object per line) or raw.",
@@ -246,7 +298,7 @@ def with_target(command: _F) -> _F:
     return run  # type: ignore[return-value]  # click's options keep a function a function
 
 
-_SHARED_NAMES: Final = (*Given._fields, "timeout_s", "waits", "output")
+_SHARED_NAMES: Final = (*Given._fields, "timeout_s", "waits", "no_headers", "output")
 
 
 def help_text(summary: str, *examples: str) -> str:
@@ -303,14 +355,28 @@ def help_text(summary: str, *examples: str) -> str:
     "--wait", "waits", is_flag=True,
     help="Wait until the server answers: 30 seconds, or --timeout if that is longer.",
 )  # fmt: skip
-@click.option("-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]), hidden=True)
+@click.option(
+    "--no-headers", is_flag=True, help="Write tables and lines without a first line of names."
+)
+@click.option(
+    "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
+    help="Output: table (on a terminal), plain (lines with tabs, when piped), json (one object per"
+    " line; errors too) or raw.",
+)  # fmt: skip
 @click.version_option(__version__, prog_name="dcpctl")
 @click.pass_context
 def cli(
-    ctx: click.Context, /, *, timeout_s: float, waits: bool, output: str | None, **login: str | None
+    ctx: click.Context,
+    /,
+    *,
+    timeout_s: float,
+    waits: bool,
+    no_headers: bool,
+    output: str | None,
+    **login: str | None,
 ) -> None:
     """Work with a dcpd server: documents, change streams, partitions."""
-    ctx.obj = Target(Given(**login), timeout_s, output, waits)
+    ctx.obj = Target(Given(**login), timeout_s, output, waits, no_headers)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -321,24 +387,41 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run dcpctl; return the exit code."""
     _address_of.cache_clear()
+    is_json = asks_for_json(sys.argv[1:] if arguments is None else arguments)
     try:
         result = cli.main(arguments, prog_name="dcpctl", standalone_mode=False)
-    except click.UsageError as error:
-        error.show()
-        return EXIT_USAGE
     except click.ClickException as error:
-        error.show()
+        if is_json:
+            write_error(type(error).__name__, error.format_message(), error.exit_code)
+        else:
+            error.show()
         return error.exit_code
     except DcpdError as error:
-        complain(error)
+        complain(error, is_json=is_json)
         return exit_code_of(error)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return EXIT_INTERRUPTED  # of the work, which says itself how far it is
+        if is_json:
+            write_error("Aborted", ABORTED, EXIT_INTERRUPTED)
+        else:
+            click.echo(f"dcpctl: {ABORTED}", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader closed our output, for example in `dcpctl watch | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
     return result if isinstance(result, int) else EXIT_OK
+
+
+def asks_for_json(arguments: list[str]) -> bool:
+    """Whether the last -o says json. It counts also for arguments that click refuses."""
+    modes = [
+        after if word in {"-o", "--output"} else word.removeprefix("--output=").removeprefix("-o")
+        for word, after in pairwise([*arguments, ""])
+        if word == "--output" or word.startswith(("-o", "--output="))
+    ]
+    return modes[-1:] == ["json"]
 
 
 def exit_code_of(error: DcpdError) -> int:
@@ -349,8 +432,26 @@ def exit_code_of(error: DcpdError) -> int:
     return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_FAILED)
 
 
-def complain(error: DcpdError) -> None:
+def complain(error: DcpdError, *, is_json: bool = False) -> None:
     """Print an error to stderr: what happened and where, then what to try."""
+    if is_json:
+        facts = {
+            "status": error.status, "vb": error.vb_id, "node": error.node,
+            "key": None if error.key is None else error.key.decode(errors="backslashreplace"),
+            "try": error.hint or None, "retry": error.retry,
+            "may_have_applied": error.may_have_applied,
+        }  # fmt: skip
+        write_error(type(error).__name__, error.what, exit_code_of(error), **facts)
+        return
     click.echo(f"dcpctl: {error}", err=True)
     if error.hint:
         click.echo(f"  try: {error.hint}", err=True)
+
+
+def write_error(kind: str, what: str, exit_code: int, **facts: object) -> None:
+    """Write an error as one JSON line to stderr. Facts that are None are left out."""
+    import json
+
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    document = {"kind": kind, "what": what, "exit_code": exit_code, **known}
+    click.echo(json.dumps({"v": SCHEMA_VERSION, "error": document}, ensure_ascii=False), err=True)

@@ -111,20 +111,28 @@ def write_json(document: dict[str, Any]) -> None:
 
 
 def write_rows(
-    mode: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]
+    mode: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Iterable[Sequence[Any]],
+    *,
+    has_header: bool = True,
 ) -> None:
     """Write rows as a table, tab-separated lines or JSON lines.
 
-    `columns`: (JSON name, table heading). Tables and lines show cells with `shown_text`, because
-    names come from other programs and could control the terminal or fake a row.
+    `columns`: (JSON name, table heading). The header of lines has the JSON names, which are stable.
+    There is none for rows of a name and a value, whose headings are empty, and none in "raw".
+    Tables and lines show cells with `shown_text`, because names come from other programs and could
+    control the terminal or fake a row.
     """
+    has_header = has_header and any(heading for _, heading in columns)
     if mode == "json":
         for row in rows:
             write_json({name: value for (name, _), value in zip(columns, row, strict=True)})
     elif mode == "table":
-        _write_table([heading for _, heading in columns], rows)
+        _write_table([heading for _, heading in columns], rows, has_header=has_header)
     else:
-        lines = ("\t".join(map(_cell, row)) + "\n" for row in rows)
+        header = [[name for name, _ in columns]] if has_header and mode != "raw" else []
+        lines = ("\t".join(map(_cell, row)) + "\n" for row in (*header, *rows))
         write_raw("".join(lines).encode())
 
 
@@ -132,11 +140,13 @@ def _cell(value: Any) -> str:
     return shown_text(str(value))
 
 
-def _write_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def _write_table(
+    headings: Sequence[str], rows: Iterable[Sequence[Any]], *, has_header: bool
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_header)
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:

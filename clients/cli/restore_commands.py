@@ -288,7 +288,7 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
             lines.append(f"  {count} refused: {text}")
     for vb_id, (wanted, taken) in list(plan.earlier.items())[:NAMED_MAX]:
         lines.append(
-            f"  vbucket {vb_id}: as of seqno {taken}, the newest complete state before {wanted}"
+            f"  partition {vb_id}: as of seqno {taken}, the newest complete state before {wanted}"
         )
     if len(plan.earlier) > NAMED_MAX:
         lines.append(f"  ... {len(plan.earlier)} partitions in all are as of earlier seqnos")

@@ -7,9 +7,17 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import admin_of, quoted
-from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, refuse_password, with_target
+from clients.cli.dcpctl import (
+    NotThereError,
+    Target,
+    Verbs,
+    help_text,
+    refuse_password,
+    suggestion,
+    with_target,
+)
 from clients.cli.login import password_in
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.output import write_json, write_raw
 from clients.cli.standard_input import input_is_terminal
 
 ROLES: Final = ("read", "write", "stream", "admin", "replicate")
@@ -25,6 +33,7 @@ Roles = dict[str, list[dict[str, str]]]
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Manage users. A user can log in from other machines; guest cannot. " + _ROLES_TEXT,
         "dcpctl user add ada",
@@ -33,7 +42,7 @@ Roles = dict[str, list[dict[str, str]]]
         "dcpctl user grant ada read --prefix flights:",
         "dcpctl user list",
         "dcpctl user remove ada",
-    )
+    ),
 )
 def user() -> None:
     """Manage users."""
@@ -180,9 +189,9 @@ def revoke(
 def list_(*, target: Target) -> None:
     """List the users."""
     answer = admin_of(target).request("GET", "/api/v1/users")
-    mode = target.output_or("table" if is_terminal() else "plain")
     columns = [("name", "user"), ("roles", "roles")]
-    write_rows(mode, columns, [(n, _summary(answer["roles"][n])) for n in answer["users"]])
+    rows = [(name, _summary(answer["roles"][name])) for name in answer["users"]]
+    target.show_rows(columns, rows, "there are no users yet; dcpctl user add NAME adds one")
 
 
 @user.command(
@@ -190,21 +199,20 @@ def list_(*, target: Target) -> None:
 )
 @click.argument("name")
 @with_target
-def show(*, target: Target, name: str) -> int:
+def show(*, target: Target, name: str) -> None:
     """Show what a user may do."""
-    roles = admin_of(target).request("GET", "/api/v1/users")["roles"].get(name)
-    if roles is None:
-        click.echo(f"dcpctl: there is no user {name!r}\n  try: dcpctl user list", err=True)
-        return EXIT_NOT_FOUND
-    mode = target.output_or("table" if is_terminal() else "plain")
+    users = admin_of(target).request("GET", "/api/v1/users")["roles"]
+    if name not in users:
+        hint = suggestion(name, users, "dcpctl user list shows all.")
+        raise NotThereError(f"there is no user {name!r}", hint=hint)
+    roles: Roles = users[name]
     columns = [("role", "role"), ("prefix", "prefix"), ("collection", "collection")]
     rows = [
         (role, scope.get("prefix", ""), scope.get("collection", ""))
         for role, scopes in roles.items()
         for scope in scopes
     ]
-    write_rows(mode, columns, rows)
-    return 0
+    target.show_rows(columns, rows, f"{name} may do nothing; dcpctl user grant {name} ROLE")
 
 
 @user.command(

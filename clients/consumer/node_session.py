@@ -34,9 +34,12 @@ STALLS_MAX: Final = 3
 """After this many stalls of one partition the consumer reconnects."""
 
 LOG: Final = logging.getLogger("dcpd.consumer")
-_QUIET: Final = frozenset({"retry", "moved", f"stream_end_{EndReason.STATE_CHANGED}"})
-"""Kinds of notes that are logged at level INFO: they repeat, or come for hundreds of partitions
-when masters move, of which `Moves` tells in one line."""
+_QUIET: Final = frozenset(
+    ["retry", "moved", "rollback"]
+    + [f"stream_end_{reason}" for reason in (EndReason.STATE_CHANGED, EndReason.ROLLBACK)]
+)
+"""Kinds of notes that are logged at level INFO: they repeat; the program gets them as events; or
+they come for hundreds of partitions when masters move, of which `Moves` tells in one line."""
 
 
 class SessionOwner(Protocol):

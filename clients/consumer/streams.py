@@ -197,7 +197,7 @@ def mixed_up(stream: PartitionStream, vb_id: int) -> StreamViolationError:
     the middle of a batch go by what changes name.
     """
     return StreamViolationError(
-        f"a message of vbucket {vb_id} in the stream of this one, at seqno {stream.seqno}",
+        f"a message of partition {vb_id} in the stream of this one, at seqno {stream.seqno}",
         vb_id=stream.vb_id,
     )
 

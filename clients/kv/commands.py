@@ -49,6 +49,7 @@ from clients.operation import (
     partitions_of,
     results_of,
     store_operation,
+    touch_operation,
     xattr_lookup,
 )
 from clients.position import may_be_longer, version_log_group, versions_of
@@ -345,6 +346,31 @@ class KvCommands:
         operation = counter_operation(Opcode.DECREMENT, key, delta, initial, expiry_s)
         return _expect(CounterResult, await self._one(operation, timeout_s, durability))
 
+    async def touch(
+        self, key: bytes | str, expiry_s: int, *, timeout_s: float | None = None
+    ) -> int:
+        """Change when a document expires (`expiry_s` as in `set`; 0: never); return its new CAS.
+
+        Raises NotFoundError, and what `set` does.
+        """
+        outcome = await self._one(touch_operation(key, expiry_s), timeout_s)
+        return _expect(MutationResult, outcome).cas
+
+    async def metadata(self, key: bytes | str) -> dict[str, Any]:
+        """Return what the server knows of a document without its value: the XATTR $document, with
+        `CAS`, `exptime` (Unix seconds, 0: never), `flags`, `value_bytes`, `seqno` and others.
+
+        Raises NotFoundError.
+        """
+        import json
+
+        found = await self._look_up(key, [xattr_lookup(b"$document")])
+        ((status, text),) = found.results
+        if status:
+            raise error_from_status(status, "look up", key=key_bytes(key), node=self.address.node)
+        facts: dict[str, Any] = json.loads(text)
+        return facts
+
     async def get_with_xattrs(self, key: bytes | str) -> tuple[Document, dict[str, bytes]]:
         """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
         user may read them.
@@ -481,7 +507,7 @@ class KvCommands:
         topology = await wire.topology(timeout_s)
         (vb_id,) = partitions_of([operation], topology.num_vbuckets)
         if at_least is not None and at_least.vb_id != vb_id:
-            raise ValueError(f"at_least is of vbucket {at_least.vb_id}, and the key of {vb_id}")
+            raise ValueError(f"at_least is of partition {at_least.vb_id}, and the key of {vb_id}")
         replicas = topology.replicas_of(vb_id)
         sends = [Send(node, range(1), [vb_id], 0, wire.now_s()) for node in replicas]
 

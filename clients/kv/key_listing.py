@@ -26,6 +26,7 @@ from clients.errors import (
     ConnectError,
     ConnectionLostError,
     OperationTimeoutError,
+    TemporaryError,
     UnsupportedError,
     error_from_status,
 )
@@ -99,9 +100,18 @@ class _KeyScans:
         self._note_progress()
 
     async def begin(self, prefix: bytes, collection: str | None) -> None:
-        """Look the collection up."""
-        (seed,) = self._links.values()
-        self._ranges = await _ranges_of(seed, prefix, collection, self._timeout_s)
+        """Look the collection up; a node that starts may refuse that for a while."""
+        (place,) = self._links
+        while True:
+            try:
+                seed = await self._link_to(place)
+                self._ranges = await _ranges_of(seed, prefix, collection, self._timeout_s)
+            except (ConnectionLostError, TemporaryError):
+                if asyncio.get_running_loop().time() >= self._give_up_s:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
 
     async def keys(self) -> AsyncIterator[list[bytes]]:
         """Yield keys until all partitions are listed."""

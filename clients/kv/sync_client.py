@@ -102,6 +102,8 @@ class SyncKv:
     delete = _blocking(KvCommands.delete)
     increment = _blocking(KvCommands.increment)
     decrement = _blocking(KvCommands.decrement)
+    touch = _blocking(KvCommands.touch)
+    metadata = _blocking(KvCommands.metadata)
     failover_log = _blocking(KvCommands.failover_log)
     version_log = _blocking(KvCommands.version_log)
     get_all_vb_seqnos = _blocking(KvCommands.get_all_vb_seqnos)

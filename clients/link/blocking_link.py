@@ -112,6 +112,10 @@ class SyncLink:
         """Close the connection."""
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, for a caller that speaks for itself from now on, and closes it."""
+        return self._socket
+
     def set_deadline(self, deadline_s: float) -> None:
         """Bound the next request, however many reads it takes (time.monotonic)."""
         self._deadline_s = deadline_s

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
         raise ModuleNotFoundError(
-            f"clients.spark needs the package {error.name}: {install_hint('spark')}"
+            f"dcpd.spark needs the package {error.name}: {install_hint('spark')}"
             " (and Java 17 or newer)",
             name=error.name,
         ) from error

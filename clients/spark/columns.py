@@ -33,9 +33,8 @@ from dcp.wire.xattrs import (
 OPS: Final = ("set", "delete", "expire", "rollback")
 """Values of the column `op`."""
 ROLLBACK: Final = OPS.index("rollback")
-_OP_OF: Final = np.zeros(256, dtype=np.int8)
-_OP_OF[Opcode.DCP_DELETION] = OPS.index("delete")
-_OP_OF[Opcode.DCP_EXPIRATION] = OPS.index("expire")
+_REMOVALS: Final[dict[int, str]] = {Opcode.DCP_DELETION: "delete", Opcode.DCP_EXPIRATION: "expire"}
+_OP_OF: Final = np.array([OPS.index(_REMOVALS.get(code, "set")) for code in range(256)], np.int8)
 _MUTATION_EXTRAS_BYTES: Final = 31
 _TIME_BITS: Final = np.uint64(2**64 - 2**16)
 """The bits of a CAS that hold ns since 1970. The others are a counter."""

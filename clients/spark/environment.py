@@ -24,7 +24,7 @@ _INSTALL: Final = (
     " JRE and set JAVA_HOME"
 )
 PROBE_TIMEOUT_S: Final = 20.0
-NEEDED: Final = ("clients", "pyspark", "pyarrow")
+NEEDED: Final = (__name__.partition(".")[0], "pyspark", "pyarrow")
 _PROBE: Final = (
     "import importlib.util, sys;"
     "print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"

@@ -313,10 +313,11 @@ async def _started(
     from dcp.server.access.certificates import TlsError
     from dcp.server.access.metrics_token import TokenError
     from dcp.server.node import Node
+    from dcp.server.observe.tracing import TracingMissingError
 
     try:
         node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
-    except (TlsError, TokenError) as error:
+    except (TlsError, TokenError, TracingMissingError) as error:
         raise StartError(ExitCode.USAGE, str(error)) from error
     try:
         await node.start()

@@ -50,6 +50,7 @@ from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
@@ -123,7 +124,7 @@ class Node:
         """Load the files of TLS and the metrics token, if they are set; nothing else is opened.
         `open_meta` gives another metadata store than the one that the folder names.
 
-        Raises TlsError, TokenError.
+        Raises TlsError, TokenError, TracingMissingError.
         """
         self._settings = settings
         self._users = users
@@ -143,6 +144,7 @@ class Node:
         self.access = Access(settings, users, log)
         self.connections = Connections(settings)
         self._hub: StreamHub = StreamHub()
+        self.meter.tracing = tracing_of(settings, self._hub)
         self._refusals = RefusalLog(log, self.meter)
         self._housekeeping = Housekeeping(self.meter, log)
         self._tasks = Tasks(self._fail)
@@ -449,6 +451,7 @@ class Node:
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
             self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
+            copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
         documents = Documents(
@@ -582,6 +585,8 @@ class Node:
             await self._stop_storage()
         finally:
             await self.access.close()
+            if self.meter.tracing is not None:
+                await asyncio.to_thread(self.meter.tracing.close)
 
     def _stop_s_left(self, most_s: float) -> float:
         """Return how long a step of the stop may take."""
@@ -612,6 +617,14 @@ class Node:
             # durability promises.
             if why := self._storage.close(is_clean=is_clean):
                 self._log.error("no clean mark", reason=why)
+
+
+def tracing_of(settings: Settings, hub: StreamHub) -> Tracing | None:
+    """Return what makes spans; None: nobody asked for them. Raises TracingMissingError."""
+    if settings.otel == "off":
+        return None
+    instance = settings.node_name or f"{settings.advertise_host or settings.host}:{settings.port}"
+    return Tracing(hub, settings.otel_slow_s, instance=instance)
 
 
 def _metrics_page(sources: MetricSources, *, by_vbucket: bool, is_openmetrics: bool) -> bytes:

@@ -56,6 +56,11 @@ def _noop_interval(producer: Producer, _state: SessionState, value: str) -> int:
     return Status.OK
 
 
+def _traceparent(producer: Producer, _state: SessionState, value: str) -> int:
+    producer.traceparent = value
+    return Status.OK
+
+
 def _window(producer: Producer, _state: SessionState, value: str) -> int:
     if not is_decimal(value) or int(value) > WINDOW_BYTES_MAX:
         return Status.EINVAL
@@ -161,6 +166,7 @@ def _not_supported(_producer: Producer, _state: SessionState, _value: str) -> in
 
 
 CONTROLS: Final[dict[str, Setter]] = {
+    "traceparent": _traceparent,
     "enable_noop": _switch("noop_is_enabled"),
     "set_noop_interval": _noop_interval,
     "connection_buffer_size": _window,

@@ -31,6 +31,8 @@ from failover.rules.write_answer import LEVEL_MAX, LEVEL_MIN, TIMEOUT_INVALID, D
 
 BARRIER_FRAME_ID: Final = 0
 DURABILITY_FRAME_ID: Final = 1
+TRACE_FRAME_ID: Final = 3
+"""kv_engine's OpenTracing context, which it has given up. Here: a W3C traceparent, as text."""
 PRESERVE_TTL_FRAME_ID: Final = 5
 
 DURABLE: Final = frozenset(
@@ -52,6 +54,7 @@ class RequestFrames(NamedTuple):
 
     preserves_expiry: bool = False
     durability: Durability | None = None
+    traceparent: str = ""
 
 
 NO_FRAMES: Final = RequestFrames()
@@ -71,6 +74,8 @@ def parse_frames(
                 frames = frames._replace(preserves_expiry=True)
             elif frame_id == DURABILITY_FRAME_ID and has_durability:
                 frames = frames._replace(durability=_durability_of(data, opcode))
+            elif frame_id == TRACE_FRAME_ID:
+                frames = frames._replace(traceparent=data.decode("ascii", "replace"))
             elif frame_id != BARRIER_FRAME_ID and not (
                 frame_id == STREAM_ID_FRAME and opcode == Opcode.DCP_CLOSE_STREAM
             ):

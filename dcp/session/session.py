@@ -570,6 +570,8 @@ class Session:
             request.framing, request.opcode, has_preserve_ttl=state.has_preserve_ttl,
             has_durability=state.has_durability,
         )  # fmt: skip
+        if frames.traceparent and (trace := state.hub.trace) is not None:
+            trace.parent = frames.traceparent
         if frames.durability is not None and not state.limits.syncs_writes:
             why = "this server answers before a write is on disk (setting durability)"
             raise RefusedError(Status.DURABILITY_IMPOSSIBLE, why)

@@ -268,6 +268,9 @@ class DcpCommands:
             self._replica_stream(request, self._state.feed)
             return
         producer = self._producer()
+        if (trace := self._state.hub.trace) is not None:
+            trace.asked[request.opaque] = request.vb_id
+            trace.parent = trace.parent or producer.traceparent
         asked = self._asked(request, producer)
         try:
             self._open_stream(request, asked, producer)

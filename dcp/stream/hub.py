@@ -39,10 +39,24 @@ class Follower(Protocol):
         """End a stream and tell the client why."""
 
 
+class BatchTrace:
+    """What the requests of the batch that a session takes now say about spans."""
+
+    __slots__ = ("asked", "parent")
+
+    def __init__(self) -> None:
+        self.parent = ""
+        """The traceparent that the client has given last; "": none."""
+        self.asked: dict[int, int] = {}
+        """Opaque -> partition of the stream requests."""
+
+
 class StreamHub:
     """The node's register of producer connections, by name, and of streams, by partition."""
 
     def __init__(self) -> None:
+        self.trace: BatchTrace | None = None
+        """None: nobody makes spans."""
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}

@@ -110,6 +110,8 @@ class Producer:
         self.window_bytes = 0
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
+        self.traceparent = ""
+        """The span of the client in which it opens its streams (W3C); "": it gave none."""
         self.terms = Terms()
         self.snapshots = SnapshotWriter(engine, self.terms)
         self.sends_end_on_close = False

@@ -5,27 +5,32 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
+from sphinx.ext.autodoc.mock import mock
+
+NOT_INSTALLED = ("deltalake", "numpy", "pandas", "pyarrow", "pyspark")
+"""What only the extra `spark` has. The site shows its names without it."""
+
 SECTIONS = {
-    "Key-value clients": ("clients", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
+    "Key-value clients": ("dcpd", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
     "Consumers and mirrors": (
-        "clients",
+        "dcpd",
         ("Consumer", "ConsumerOptions", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery",
          "Position", "ConsumerMetrics", "export_prometheus"),
     ),
     "Events": (
-        "clients",
+        "dcpd",
         ("Change", "Event", "Mutation", "Deletion", "Rollback", "SnapshotStart", "SnapshotEnd",
          "SeqnoAdvanced", "StreamOpened", "StreamEnded", "StreamFailed", "SystemEvent"),
     ),
     "Checkpoints": (
-        "clients",
+        "dcpd",
         ("CheckpointFile", "LmdbCheckpoint", "ServerCheckpoint", "MemoryCheckpoint", "Checkpoint",
          "CheckpointStore", "AsyncCheckpointStore", "encode_position", "decode_position"),
     ),
-    "Testing": ("clients.testing", None),
-    "Spark": ("clients.spark", None),
+    "Testing": ("dcpd.testing", None),
+    "Spark": ("dcpd.spark", None),
 }  # fmt: skip
-"""Title -> module and public names; None: all of them. Every other public name of `clients` is an
+"""Title -> module and public names; None: all of them. Every other public name of `dcpd` is an
 error class, or goes under "Other names"."""
 
 
@@ -35,22 +40,23 @@ def sections() -> dict[str, tuple[str, tuple[str, ...]]]:
         title: (module, tuple(names or import_module(module).__all__))
         for title, (module, names) in SECTIONS.items()
     }
-    placed = {name for module, names in found.values() if module == "clients" for name in names}
-    rest = [name for name in import_module("clients").__all__ if name not in placed]
+    placed = {name for module, names in found.values() if module == "dcpd" for name in names}
+    rest = [name for name in import_module("dcpd").__all__ if name not in placed]
     errors = tuple(name for name in rest if is_error(name))
     others = tuple(name for name in rest if not is_error(name))
-    return found | {"Errors": ("clients", errors)} | {"Other names": ("clients", others)}
+    return found | {"Errors": ("dcpd", errors)} | {"Other names": ("dcpd", others)}
 
 
 def is_error(name: str) -> bool:
-    """Return whether a public name of `clients` is an error class."""
-    value = getattr(import_module("clients"), name)
+    """Return whether a public name of `dcpd` is an error class."""
+    value = getattr(import_module("dcpd"), name)
     return isinstance(value, type) and issubclass(value, Exception)
 
 
 def kind_of(module: str, name: str) -> str:
     """Return what a name is. "data" is a type made of others, which has no docstring of its own."""
-    value = getattr(import_module(module), name)
+    with mock(list(NOT_INSTALLED)):
+        value = getattr(import_module(module), name)
     if inspect.isclass(value) and value.__module__.startswith("clients."):
         return "exception" if issubclass(value, Exception) else "class"
     return "function" if inspect.isfunction(value) else "data"

@@ -22,6 +22,14 @@ class MapChanged(NamedTuple):
     """Partitions whose records are others now."""
 
 
+class Undone(NamedTuple):
+    """How much a branch undid."""
+
+    seqnos: int
+    keys: int
+    """Keys whose newest version changed; see `vbucket.engine.partition.Branch`."""
+
+
 class BranchEnded(NamedTuple):
     """A branch that was asked for here (`Master.want_branch`) is decided: answer the operator."""
 
@@ -30,6 +38,8 @@ class BranchEnded(NamedTuple):
     """The version that was asked for."""
     why_not: str
     """Why it is not known to be done; "": all copies in sync have rolled back."""
+    undone: Undone = Undone(0, 0)
+    """What this node undid for it."""
 
 
 class StepDue(NamedTuple):

@@ -30,7 +30,7 @@ from failover.coordinator.records import StoredPartition
 from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.view import ClusterView, Stored
 from failover.replication.commit import OpenGroups
-from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
+from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue, Undone
 from failover.replication.feed import ReplicaFeed
 from failover.replication.group import Group
 from failover.replication.handover import Handovers, Successors
@@ -81,12 +81,13 @@ class FollowerLag(NamedTuple):
 class _AskedBranch:
     """A branch that was asked for here."""
 
-    __slots__ = ("branch", "is_recorded")
+    __slots__ = ("branch", "is_recorded", "undone")
 
     def __init__(self, branch: BranchUnderWay) -> None:
         self.branch = branch
         self.is_recorded = False
         """Whether a record was seen that names it."""
+        self.undone = Undone(0, 0)
 
 
 class Master:
@@ -211,9 +212,10 @@ class Master:
         """
         assert record.branch is not None
         log = part.failover.branch(record.branch.vb_uuid, seqno, record.epoch)
+        seqnos = part.high_seqno - seqno
         try:
             check_undo(part, seqno)
-            self._engine.keyspace.replace_history(part, log, record.epoch, rollback_to=seqno)
+            keys = self._engine.keyspace.replace_history(part, log, record.epoch, rollback_to=seqno)
         except (BranchRefusedError, StoreDamagedError) as error:
             self._effects.append(
                 Notice(
@@ -223,6 +225,9 @@ class Master:
                 )
             )
             return False
+        asked = self._branches.get(part.vb_id)
+        if asked is not None and asked.branch == record.branch:
+            asked.undone = Undone(seqnos, keys)
         return True
 
     def _give_up_snapshot(self, part: Partition) -> None:
@@ -655,8 +660,8 @@ class Master:
 
     # -- branches ----------------------------------------------------------------------------------
 
-    def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
+    def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> None:
+        """Ask for a branch of a partition. Raises BranchRefusedError if it cannot begin.
 
         The record says so first, then all of the in-sync set rolls back. The effect BranchEnded
         says when that is done.
@@ -665,17 +670,27 @@ class Master:
         mastership = self.masterships.get(vb_id)
         part = self._engine.partitions[vb_id]
         if mastership is None or part.state != VbState.ACTIVE:
-            return f"vb {vb_id}: this node does not serve it now; ask its master"
+            raise BranchRefusedError(f"vb {vb_id}: this node does not serve it now; ask its master")
         if mastership.branch_wanted is not None or mastership.record.branch is not None:
-            return f"vb {vb_id}: another branch is under way"
-        try:
-            mastership.check_branch(seqno)
-        except BranchRefusedError as error:
-            return str(error)
+            raise BranchRefusedError(f"vb {vb_id}: another branch is under way")
+        mastership.check_branch(seqno)
         branch = BranchUnderWay(vb_uuid, seqno)
         mastership.want_branch(branch)
         self._branches[vb_id] = _AskedBranch(branch)
-        return ""
+
+    def withdraw_branch(self, vb_id: int, vb_uuid: int) -> bool:
+        """Do not want a branch any more; return whether it will not be made.
+
+        One that may be in the record already is finished, by this master or the next one.
+        """
+        mastership, asked = self.masterships.get(vb_id), self._branches.get(vb_id)
+        if mastership is None or asked is None or asked.branch.vb_uuid != vb_uuid:
+            return False
+        if asked.is_recorded or mastership.is_writing or mastership.branch_wanted != asked.branch:
+            return False
+        mastership.want_branch(None)
+        del self._branches[vb_id]
+        return True
 
     def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
         """Return the end of a branch that was asked for here, if a new record says that it ended.
@@ -701,7 +716,7 @@ class Master:
             and self._member in record.isr
             and vb_uuid in dict(log.pairs())
         ):
-            return BranchEnded(vb_id, vb_uuid, "")
+            return BranchEnded(vb_id, vb_uuid, "", asked.undone)
         return BranchEnded(
             vb_id, vb_uuid,
             f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "

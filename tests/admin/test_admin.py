@@ -109,7 +109,7 @@ async def test_a_branch_that_cannot_be_says_why(ask):
     status, document, _ = await ask("POST", "/api/v1/vbuckets/5/branch", {"at": 11})
     assert status == 409
     assert document["error"] == {
-        "what": "vbucket 5 cannot branch at seqno 11",
+        "what": "partition 5 cannot branch at seqno 11",
         "where": "POST /api/v1/vbuckets/5/branch",
         "why": "vb 5 ends at seqno 10",
         "try": "dcpctl failover-log VB and dcpctl seqnos show the present state",
@@ -223,7 +223,7 @@ async def test_refusals_are_logged_with_their_reason(ask, node):
         ("admin request refused", "127.0.0.1", 404),
         ("admin request refused", "127.0.0.1", 409),
     ]
-    assert node.refusals[2][3] == "vbucket 5 cannot branch at seqno 11: vb 5 ends at seqno 10"
+    assert node.refusals[2][3] == "partition 5 cannot branch at seqno 11: vb 5 ends at seqno 10"
 
 
 # -- what is done on purpose -------------------------------------------------------------------

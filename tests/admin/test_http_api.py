@@ -75,6 +75,7 @@ CALLS = (
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 99}, 409),
     Call("POST", "/api/v1/vbuckets/{vb}/purge", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 1, "or_zero": True}),
+    Call("POST", "/api/v1/vbuckets/branch", {"vbs": [0, 1], "at": 0}),
     Call("POST", "/api/v1/vbuckets/{vb}/mend-cas", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "replica"}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),
@@ -144,6 +145,8 @@ CALLS = (
     Call("GET", "/api/v1/documents/sorted", query="?position=nowhere", status=400),
     Call("GET", "/api/v1/cluster/page"),
     Call("GET", "/api/v1/settings"),
+    Call("PUT", "/api/v1/settings/{key}", {"value": "debug"}),
+    Call("PUT", "/api/v1/settings/{key}", {"value": "loud"}, 400),
     Call("GET", "/api/v1/log", query="?limit=3"),
     Call("GET", "/api/v1/log", query="?limit=all", status=400),
     Call("GET", "/api/v1/console/me"),
@@ -158,7 +161,10 @@ CALLS = (
     Call("GET", "/pools/default/bs/{bucket}"),
     Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
 )  # fmt: skip
-PLACES = {"vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c"}
+PLACES = {
+    "vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c",
+    "key": "log_level",
+}  # fmt: skip
 NOT_DESCRIBED = {("GET", "/"), ("GET", "/console/{name}")}
 """Routes (method, path) that are not part of the API: the files of the web console, for a
 browser."""

@@ -116,7 +116,7 @@ def test_a_damaged_chunk_takes_its_partitions_and_no_others(made, archive):
     report = verify(archive)
     assert {damage.vb_id for damage in report.damages} == lost
     assert f"the chunk at {at}: the checksum is wrong" in str(report.damages[0])
-    assert f"vbucket {report.damages[0].vb_id}, seqno " in str(report.damages[0])
+    assert f"partition {report.damages[0].vb_id}, seqno " in str(report.damages[0])
     found, damages = export_of(archive)
     assert {damage.vb_id for damage in damages} == lost
     _, states, _ = made

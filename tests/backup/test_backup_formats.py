@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,23 +174,18 @@ def test_another_number_of_partitions_is_refused():
         parse_archive(head + packed)
 
 
-def test_packages_that_are_missing_are_named(monkeypatch, tmp_path):
-    import sys
-
-    from clients.backup.archives import zstd
-
-    zstd._module.cache_clear()
-    monkeypatch.setitem(sys.modules, "backports", None)
-    monkeypatch.setitem(sys.modules, "compression", None)
-    with pytest.raises(MissingExtraError) as info:
-        create_archive(str(tmp_path / "a"), 1)
-    assert info.value.hint == install_hint("backup")
-    zstd._module.cache_clear()
+def test_only_urls_and_parquet_need_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for url in (str(tmp_path / "a"), f"file://{tmp_path}/b"):
+        create_archive(url, 1)
+        assert list(open_archive(url).runs()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     with pytest.raises(
-        MissingExtraError, match="fsspec, which accesses archives, is not installed"
-    ):
-        open_archive(str(tmp_path / "a"))
+        MissingExtraError, match="fsspec, which opens URLs, is not installed"
+    ) as info:
+        open_archive("memory://archive")
+    assert info.value.hint == install_hint("backup")
 
 
 def test_a_damaged_golden_copy_is_not_read_wrong(golden):
@@ -202,6 +198,4 @@ def test_a_damaged_golden_copy_is_not_read_wrong(golden):
 
 
 if __name__ == "__main__":
-    import sys
-
     write_golden(Path(sys.argv[1]))

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks import responder, workload
-from benchmarks.answers import AnswerError, BinaryCounter, RespCounter
+from benchmarks.answers import RespCounter
 from benchmarks.generator import Load, batches_of, run
-from benchmarks.histogram import Histogram
+from clients.cli.node.answers import AnswerError, BinaryCounter
+from clients.cli.node.histogram import Histogram
 from vbucket.model.ids import vbucket_of
 
 PROTOCOLS = pytest.mark.parametrize("protocol", ["binary", "resp"])

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import etcd, nats
-from benchmarks.answers import AnswerError, Counter
+from benchmarks.answers import Counter
+from clients.cli.node.answers import AnswerError
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:

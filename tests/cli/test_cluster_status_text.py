@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clients.cli.cluster.cluster_status_command import _write_status
+from clients.cli.dcpctl import Target
 
 FOUND: dict[str, Any] = {
     "cluster": "c1",
@@ -32,12 +33,12 @@ PLAN = {
 def test_copies_that_wait_for_dead_node_are_told_with_what_to_do(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    _write_status(FOUND | {"plan": PLAN}, "plain")
+    _write_status(Target(output="plain"), FOUND | {"plan": PLAN})
     lines = capfd.readouterr().out.splitlines()
     at = lines.index("  5 copies wait for n3, which is down; the other moves go on")
     assert lines[at + 1] == "  try: start n3, or stop the moves with `dcpctl cluster cancel`"
 
 
 def test_nothing_is_told_of_moves_where_there_are_none(capfd: pytest.CaptureFixture[str]) -> None:
-    _write_status(FOUND | {"plan": None}, "plain")
+    _write_status(Target(output="plain"), FOUND | {"plan": None})
     assert "under way" not in capfd.readouterr().out

@@ -309,7 +309,7 @@ def test_a_terminal_is_asked_and_shows_nothing(server, tmp_path):
 
 
 def roles_of(ctl, name):
-    return ctl("user", "show", name)[1].decode().split()
+    return ctl("user", "show", name, "--no-headers")[1].decode().split()
 
 
 def test_a_new_user_gets_the_least(ctl):

@@ -71,7 +71,7 @@ def test_a_number_of_many_digits_is_not_repeated():
         ("yesterday", (), "is no file and no time"),
         ("{", (), "not JSON"),
         ('{"1024": 5}', (), "there are 0 to 1023"),
-        ('{"4": -1}', (), "vbucket 4: -1 is no seqno"),
+        ('{"4": -1}', (), "partition 4: -1 is no seqno"),
         ('{"4": true}', (), "is no seqno"),
         (str(2**64), (4,), "the largest is"),
     ],

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from site_pages.man_pages import share_files
+
+SHARE = Path(__file__).parents[2] / "deploy" / "share"
 BIN = Path(sys.executable).parent
 ENV = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
 
@@ -36,6 +39,30 @@ def completed_by_bash(words: list[str], program: str) -> set[str]:
         env=ENV, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return set(done.stdout.split())
+
+
+def test_what_a_wheel_installs_is_current() -> None:
+    found = {str(path.relative_to(SHARE)): path for path in SHARE.rglob("*") if path.is_file()}
+    wanted = share_files()
+    assert set(found) == set(wanted), "run scripts/pages"
+    for name, text in wanted.items():
+        assert found[name].read_text() == text, f"{name}: run scripts/pages"
+    assert wanted["bash-completion/completions/dcpctl"].rstrip() == script("bash").rstrip()
+
+
+def test_the_man_page_of_dcpctl_has_every_command() -> None:
+    text = share_files()["man/man1/dcpctl.1"]
+    parts = ("vb branch [OPTIONS]", "edit [OPTIONS] KEY", "cluster meta export [OPTIONS]")
+    for part in (".SH EXIT STATUS", *(f".SS dcpctl {each}" for each in parts)):
+        assert part in text
+    groff = shutil.which("groff")
+    if groff is None:
+        pytest.skip("the command groff is missing (sudo apt-get install groff)")
+    done = subprocess.run(
+        [groff, "-man", "-Tutf8", "-ww", "-z", str(SHARE / "man/man1/dcpctl.1")],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == ""
 
 
 def test_bash_completes_commands_and_options() -> None:

@@ -492,7 +492,7 @@ def test_only_needed_controls_must_be_known(status):
 def test_stream_that_breaks_the_rules_is_not_followed(make):
     session = Session()
     session.accept()
-    with pytest.raises(StreamViolationError, match="vbucket 17"):
+    with pytest.raises(StreamViolationError, match="partition 17"):
         session.feed(make(session))
 
 

@@ -33,5 +33,5 @@ def test_a_message_of_another_partition_is_a_violation_in_words(lie, count):
     assert positions.keys() == {17}
     assert len(told) == 2
     assert isinstance(session.core.failure, StreamViolationError)
-    assert "a message of vbucket 18 in the stream of this one" in str(session.core.failure)
+    assert "a message of partition 18 in the stream of this one" in str(session.core.failure)
     assert session.core.failure.vb_id == 17

@@ -50,14 +50,14 @@ def lines(out):
 def test_set_get_del(ctl):
     code, out, _ = ctl("set", "user:1", "Ada")
     assert code == 0
-    assert out.startswith(b"stored user:1 (vbucket 933, seqno ")
+    assert out.startswith(b"stored user:1 (partition 933, seqno ")
     assert ctl("get", "user:1") == (0, b"Ada", "")
     assert ctl("get", "user:1", "-o", "plain")[1] == b"Ada\n"
     assert ctl("del", "user:1")[0] == 0
     code, out, err = ctl("get", "user:1")
     assert (code, out) == (3, b"")
     assert "not found" in err
-    assert "vbucket 933" in err
+    assert "partition 933" in err
     assert ctl("del", "user:1")[0] == 3
 
 
@@ -127,7 +127,8 @@ def test_partitions(ctl):
     (row,) = lines(ctl("seqnos", "--vb", str(vb_id), "-o", "json")[1])
     assert row["vb"] == vb_id
     assert row["high_seqno"] > 0
-    assert len(ctl("seqnos")[1].splitlines()) == 1024
+    assert len(ctl("seqnos", "--no-headers")[1].splitlines()) == 1024
+    assert ctl("seqnos")[1].splitlines()[0] == b"vb\thigh_seqno"
     assert b"high seqno" in ctl("seqnos", "--used", "-o", "table")[1]
     (version,) = lines(ctl("failover-log", str(vb_id), "-o", "json")[1])
     assert version["seqno"] == 0
@@ -148,10 +149,12 @@ def test_branch_is_seen_by_watch_as_a_rollback(ctl, tmp_path):
     last = changes[-1]["seqno"]
     code, out, _ = ctl("vb", "branch", vb, "--at", str(last - 1))
     assert code == 0
-    assert b"1 changes undone" in out
+    assert b"1 change undone" in out
     assert len(lines(ctl("failover-log", vb, "-o", "json")[1])) == 2
     assert ctl("get", key)[1] == b"2"
-    rollback, *after = lines(ctl(*watch)[1])
+    _, out, err = ctl(*watch)
+    rollback, *after = lines(out)
+    assert err == "", "it is said once"
     assert rollback["event"] == "rollback"
     assert rollback["server_seqno"] == last - 1
     assert rollback["from"] == last
@@ -282,14 +285,14 @@ def test_users(ctl):
 
 
 def test_collections(ctl):
-    assert ctl("collection", "create", "shop.orders")[1] == b"created shop.orders\n"
+    assert ctl("collection", "create", "shop.orders")[1] == b"added shop.orders\n"
     assert ctl("collection", "create", "shop.carts", "--max-ttl", "60")[0] == 0
     listed = {row["collection"] for row in lines(ctl("collection", "list", "-o", "json")[1])}
     assert {"_default._default", "shop.orders", "shop.carts"} <= listed
     code, _, err = ctl("collection", "create", "shop.orders")
     assert code != 0
     assert "orders" in err
-    assert ctl("collection", "drop", "shop.orders")[1] == b"dropped shop.orders\n"
+    assert ctl("collection", "drop", "shop.orders")[1] == b"removed shop.orders\n"
     assert b"shop.orders" not in ctl("collection", "list")[1]
     assert ctl("collection", "drop", "shop")[0] == 0
     assert b"shop" not in ctl("collection", "list")[1]

@@ -127,7 +127,7 @@ def test_error_says_what_the_server_said():
     body = b'{"error":{"context":"too soon","ref":"1"}}'
     error = error_from_status(Status.EINVAL, "set", body=body, vb_id=3, key=b"k\xff", node="n:1")
     assert "too soon" in str(error)
-    assert "vbucket 3" in str(error)
+    assert "partition 3" in str(error)
     assert "n:1" in str(error)
     assert "\\xff" in str(error)
 

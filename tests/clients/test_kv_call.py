@@ -139,7 +139,7 @@ def test_temporary_refusal_is_repeated_until_the_deadline():
     assert isinstance(error, TemporaryError)
     assert str(error) == (
         "set: temporary failure (ETMPFAIL 0x86); 10 attempts in 3 s; nothing was changed"
-        " (key 'k', vbucket 1, node 127.0.0.1:9001)"
+        " (key 'k', partition 1, node 127.0.0.1:9001)"
     )
 
 
@@ -199,7 +199,7 @@ def test_a_partition_without_a_master_ends_with_the_deadline():
     (error,) = call.results
     assert isinstance(error, TopologyError)
     assert str(error).startswith("no node is active for this partition; ")
-    assert "attempts in 1 s; nothing was changed (key 'k', vbucket" in str(error)
+    assert "attempts in 1 s; nothing was changed (key 'k', partition" in str(error)
 
 
 def test_ever_newer_maps_do_not_end_every_pause():
@@ -338,7 +338,7 @@ def test_sent_write_waits_with_the_old_master_then_is_ambiguous():
     assert type(error) is AmbiguousWriteError
     assert str(error) == (
         "no answer from the node before its partition moved to another one; the change may have"
-        " been applied (key 'k', vbucket 2, node 127.0.0.1:9001)"
+        " been applied (key 'k', partition 2, node 127.0.0.1:9001)"
     )
 
 

@@ -271,7 +271,7 @@ async def test_replica_that_is_behind_token_is_left_for_master(copies, shell):
         with pytest.raises(ValueError, match="at_least goes with from_replica"):
             await kv.with_options("get", b"a", at_least=token)
         other = token._replace(vb_id=7)
-        with pytest.raises(ValueError, match="at_least is of vbucket 7"):
+        with pytest.raises(ValueError, match="at_least is of partition 7"):
             await kv.with_options("get", b"a", from_replica=True, at_least=other)
     asked = asked_replicas(copies)
     assert len(asked) == 2

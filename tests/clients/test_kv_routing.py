@@ -108,7 +108,7 @@ async def test_no_master_until_the_timeout(cluster, shell):
     async with shell(cluster.peers[0].address, 0.3) as kv:
         with pytest.raises(TopologyError, match="no node is active") as caught:
             await kv.call("set", b"a", b"1")
-        assert "in 0.3 s; nothing was changed (key 'a', vbucket 183)" in str(caught.value)
+        assert "in 0.3 s; nothing was changed (key 'a', partition 183)" in str(caught.value)
     assert [cluster.sets(number) for number in range(3)] == [0, 0, 0]
 
 

@@ -297,7 +297,7 @@ def test_rounds_are_bounded(asked, began, is_exact):
 
 
 def test_failover_log_that_cannot_be_one_is_error_that_says_so():
-    with pytest.raises(StreamViolationError, match=r"seqno must be 0 to 5.*vbucket 17"):
+    with pytest.raises(StreamViolationError, match=r"seqno must be 0 to 5.*partition 17"):
         next_round(AT_5, RollbackAsked(3, ((9, 5), (7, 8))), is_exact=True, vb_id=VB)
     with pytest.raises(StreamViolationError, match="1 to 200 entries"):
         agreed_seqno(AT_5.versions, 5, ())

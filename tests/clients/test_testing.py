@@ -51,6 +51,8 @@ def test_it_starts_in_less_than_a_second_or_says_so(dcp_server, record_property)
     dcp_server.restart()
     record_property("start_s", monotonic() - began)
     assert dcp_server.status()["items"] == 0
+    assert dcp_server.output.startswith("dcpd 0.")
+    assert dcp_server.log_path.read_text() == "", "the first line is that it is ready"
 
 
 def test_a_restart_keeps_data_and_address(dcp_server):
@@ -254,17 +256,17 @@ def test_dcpctl_says_what_was_done(dcp_server):
     write(dcp_server, 5)
     vb = str(VB)
     done = dcpctl(dcp_server, "vb", "failover", vb, "--lose", "1")
-    assert done.stdout.startswith(f"vbucket {vb} failed over at seqno 4, 1 changes undone; new")
-    assert dcpctl(dcp_server, "vb", "purge", vb).stdout == f"vbucket {vb} purged up to seqno 3\n"
+    assert done.stdout.startswith(f"partition {vb} failed over at seqno 4, 1 change undone; new")
+    assert dcpctl(dcp_server, "vb", "purge", vb).stdout == f"partition {vb} purged up to seqno 3\n"
     assert "it was active" in dcpctl(dcp_server, "vb", "state", vb, "dead").stdout
     assert "it was dead" in dcpctl(dcp_server, "vb", "state", vb, "active").stdout
     refused = dcpctl(dcp_server, "vb", "purge", vb, "--upto", "4")
     assert (refused.returncode, "never purged" in refused.stderr) == (4, True)
     set_ = dcpctl(dcp_server, "fault", "set", "--opcode", "get", "--status", "ebusy")
-    assert set_.stdout == "set fault 1\n"
+    assert set_.stdout == "added fault 1\n"
     listed = json.loads(dcpctl(dcp_server, "fault", "list", "-o", "json").stdout)
     assert (listed["v"], listed["opcode"], listed["status"]) == (1, "GET", "EBUSY")
-    assert dcpctl(dcp_server, "fault", "clear", "1").stdout == "cleared 1 fault\n"
+    assert dcpctl(dcp_server, "fault", "remove", "1").stdout == "removed 1 fault\n"
     assert dcpctl(dcp_server, "stream", "list").stdout == ""
     assert dcpctl(dcp_server, "stream", "slow", "5").stdout == "slowed 0 streams\n"
     assert dcpctl(dcp_server, "stream", "stall", "--resume").returncode == 0

@@ -184,7 +184,7 @@ def test_partitions_are_apart():
     validator = feed(opened(), marker(0, 9), change(5))
     other = change(1)
     other.vb_id = 2
-    with pytest.raises(StreamViolationError, match="vbucket 2"):
+    with pytest.raises(StreamViolationError, match="partition 2"):
         validator.observe(other)
 
 

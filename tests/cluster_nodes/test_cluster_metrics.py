@@ -47,6 +47,29 @@ def total(cluster: ClusterHere, name: str, *labels: str) -> float:
     return sum(metrics_of(node)[name, *labels] for node in cluster.nodes.values())
 
 
+async def check_healthy(cluster: ClusterHere) -> None:
+    """Three nodes, all in sync, and each shows every metric of the table."""
+    for name, node in cluster.nodes.items():
+        await until_so(lambda n=node: not troubles_of(n))
+        found = metrics_of(node)
+        served = {key[0] for key in found}
+        for spec in CLUSTER_METRICS:
+            whole = f"{spec.name}_count" if spec.kind == "histogram" else spec.name
+            assert whole in served, spec.name
+        assert found["dcpd_cluster_nodes", "up"] == 3
+        assert found["dcpd_cluster_nodes", "down"] == 0
+        assert found["dcpd_metadata_store_up",] == 1
+        assert found["dcpd_metadata_store_seconds_count",] > 1
+        masters = found["dcpd_cluster_copies", "master"]
+        assert masters == len(cluster.active(name)) > 0
+        assert found["dcpd_cluster_copies", "replica"] == 1024 - masters
+        for peer in NAMES - {name}:
+            # Its partitions are copied here, and the other way round.
+            assert found["dcpd_link_received_bytes_total", peer] > 10_000
+            assert found["dcpd_link_sent_bytes_total", peer] > 1_000
+            assert ("dcpd_replica_lag_seconds", peer) in found
+
+
 async def test_metrics_while_nodes_die(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")
@@ -61,25 +84,7 @@ async def test_metrics_while_nodes_die(tmp_path: Path) -> None:
         async with cluster.client("n1") as kv:
             for number in range(50):
                 await kv.set(f"key-{number}".encode(), b"x" * 1000)
-        for name, node in cluster.nodes.items():
-            await until_so(lambda n=node: not troubles_of(n))
-            found = metrics_of(node)
-            served = {key[0] for key in found}
-            for spec in CLUSTER_METRICS:
-                whole = f"{spec.name}_count" if spec.kind == "histogram" else spec.name
-                assert whole in served, spec.name
-            assert found["dcpd_cluster_nodes", "up"] == 3
-            assert found["dcpd_cluster_nodes", "down"] == 0
-            assert found["dcpd_metadata_store_up",] == 1
-            assert found["dcpd_metadata_store_seconds_count",] > 1
-            masters = found["dcpd_cluster_copies", "master"]
-            assert masters == len(cluster.active(name)) > 0
-            assert found["dcpd_cluster_copies", "replica"] == 1024 - masters
-            for peer in NAMES - {name}:
-                # Its partitions are copied here, and the other way round.
-                assert found["dcpd_link_received_bytes_total", peer] > 10_000
-                assert found["dcpd_link_sent_bytes_total", peer] > 1_000
-                assert ("dcpd_replica_lag_seconds", peer) in found
+        await check_healthy(cluster)
         assert total(cluster, "dcpd_fill_sent_bytes_total") > 200 * 1000, "two copies of all"
         assert total(cluster, "dcpd_elections_total", "handover") > 0, "others became masters"
         assert total(cluster, "dcpd_elections_total", "unclean") == 0

@@ -69,7 +69,7 @@ def test_a_dump_is_the_documents_as_of_a_seqno(client: RawClient, ctl: Ctl) -> N
     put(client, b"b", b"new", 1)
     code, documents, err = ctl("1")
     assert code == 0
-    assert "vbucket 1 as of seqno 5, version " in err
+    assert "partition 1 as of seqno 5, version " in err
     assert [(one["key"], one["value"]) for one in documents] == [("a", "//4="), ("b", "new")]
     first, second = documents
     assert first["value_encoding"] == "base64"
@@ -148,7 +148,7 @@ def test_dump_that_branch_undoes_says_that_it_is_not_complete(
     server.branch(vb_id, 10)
     lines = [line for line in response if line.strip()]
     error = json.loads(lines[-1])["error"]
-    assert "vbucket 40 as of seqno 60 is incomplete" in error["what"]
+    assert "partition 40 as of seqno 60 is incomplete" in error["what"]
     assert "rolled back to seqno 10" in error["why"]
     connection.close()
 

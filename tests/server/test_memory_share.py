@@ -59,7 +59,7 @@ def test_the_cache_of_an_opened_store_has_that_size(
     storage = Storage(settings.data, settings)
     try:
         assert storage.engine.item_cache.bytes_max == bytes_max
-        with caplog.at_level(logging.INFO, "test"):
+        with caplog.at_level(logging.DEBUG, "test"):
             storage.tell(EventLog(logging.getLogger("test")))
     finally:
         storage.close(is_clean=False)

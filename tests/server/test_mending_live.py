@@ -60,7 +60,7 @@ def test_it_is_told_mended_and_stays_so(tmp_path: Path, documents: dict[bytes, b
         assert before == documents
         done = dcpctl("--server", server.address, "vb", "mend-cas")
         assert done.returncode == 0, done.stderr
-        assert f"vbucket {VB}: {len(documents) - 1} documents and 1 deletions" in done.stdout
+        assert f"partition {VB}: {len(documents) - 1} documents and 1 deletions" in done.stdout
         assert server.status()["cas_ahead"] == []
         assert followed(server) == documents
         with server.connect() as kv:

@@ -38,7 +38,7 @@ from sim.plan import Plan
 from sim.quarantine import keep
 from sim.store_client import ROOT
 from sim.world import MS, SECOND
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import BranchRefusedError, Partition, VbState
 from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION, is_ahead, missing_events
@@ -395,7 +395,9 @@ class ClusterNode(SingleNode):
         part = self.engine.partitions[vb_id]
         seqno = int(part.high_seqno * share)
         uuid = vb_uuid_from_random(self._world.draw.getrandbits(64))
-        if self.core.master.want_branch(vb_id, seqno, uuid):
+        try:
+            self.core.master.want_branch(vb_id, seqno, uuid)
+        except BranchRefusedError:
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         return True

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.flight_data import DataError, packaged_csv, read_flights
+from examples.demos.flight_data import DataError, packaged_csv, read_flights
 from sim.demo import Demo, DemoError, Script, Summary
 from sim.world import SECOND
 

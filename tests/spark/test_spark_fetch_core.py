@@ -75,7 +75,7 @@ def test_a_batch_never_has_two_rollback_rows_of_a_partition():
     peer.core.retry()
     assert peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0) == NOTHING
     assert isinstance(peer.core.failure, StreamGoneError)
-    assert "vbucket 7" in str(peer.core.failure)
+    assert "partition 7" in str(peer.core.failure)
     assert "repeats the task" in peer.core.failure.hint
 
 

@@ -184,7 +184,7 @@ def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
     with pytest.raises(StreamingQueryException) as caught:
         stream(spark, dcpd, tmp_path / "fails", batches, onRollback="fail")
     text = str(caught.value)
-    assert f"vbucket {vb}" in text
+    assert f"partition {vb}" in text
     assert f"{older:x} from seqno 0" in text
     assert f"{newer:x} from seqno 2" in text
     assert "onRollback=emit" in text
@@ -247,7 +247,7 @@ def test_what_goes_wrong_on_executor_reaches_user_in_words(spark, dcpd):
         read(spark, dcpd, valueFormat="string").collect()
     text = str(caught.value)
     assert "the value of the change with seqno 1 is not UTF-8 text" in text
-    assert f"vbucket {stored.vb_id}" in text
+    assert f"partition {stored.vb_id}" in text
     assert "valueFormat=binary" in text
 
 

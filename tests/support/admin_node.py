@@ -187,5 +187,8 @@ class SmallNode:
     def global_config(self):
         return b'{"nodesExt":[]}'
 
+    def admin_elsewhere(self, vb_id, *, is_tls):
+        return ""
+
     def config_version(self):
         return self.version

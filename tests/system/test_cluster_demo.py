@@ -32,7 +32,7 @@ from support.waiting import until, until_so
 from tests.soak.cluster import replicas
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "examples" / "demos"
 FLIGHTS_CSV = ROOT / "tests" / "data" / "flights-2013-01.csv.zip"
 ROWS = 4000
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "examples" / "demos"
 FLIGHTS_CSV = ROOT / "tests" / "data" / "flights-2013-01.csv.zip"
 ROWS = 7000
 DOCUMENTS = re.compile(r"documents +([\d,]+)")

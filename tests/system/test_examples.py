@@ -18,7 +18,7 @@ from vbucket.model.ids import vbucket_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'front'}"}
 
 
 @pytest.fixture
@@ -116,6 +116,44 @@ def test_example_refused_partition_does_not_pretend_to_follow_it(server, tmp_pat
         )  # fmt: skip
         assert done.returncode == 1
         assert "RuntimeError: stream request from seqno 0" in done.stderr
+
+
+PROGRAMS = [
+    path
+    for path in sorted(EXAMPLES.rglob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text()
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_says_what_it_takes_and_stands_in_the_list(program):
+    listed = (EXAMPLES / "README.md").read_text()
+    assert f"`{program.relative_to(EXAMPLES)}`" in listed
+    done = subprocess.run(
+        [sys.executable, program, "--help"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+def test_what_is_no_program_stands_with_the_demos():
+    others = set(EXAMPLES.rglob("*.py")) - set(PROGRAMS)
+    assert {path.parent.name for path in others} == {"demos"}
+    assert len(PROGRAMS) > 5
+
+
+def test_a_program_says_what_it_does(server, tmp_path):
+    with server.connect() as kv:
+        kv.set(b"key", b"value")
+    for name, more in (("sqlite_mirror", ("--until-now",)), ("search_index", ("--search", "x"))):
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / f"{name}.py", server.address, tmp_path / name, *more],
+            env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        said = done.stderr.splitlines()
+        assert said[0] == f"{tmp_path / name} follows {server.address} until it has caught up"
+        assert said[-1].split() == ["mutations:", "1", "deletions:", "0", "rollbacks:", "0"]
 
 
 def load(name):

@@ -94,7 +94,7 @@ def test_compiler_without_python_headers_is_no_error_unasked(tmp_path: Path) -> 
     assert made.stdout.splitlines()[0] == "[]", "nothing is fetched to compile"
     assert unpack(tmp_path, tmp_path / "plain").endswith("-py3-none-any.whl")
     why = "nothing can be compiled: Python's headers are missing (/none/Python.h)"
-    assert form_text(native(tmp_path / "plain")) == f"plain Python: {why}"
+    assert form_text(native(tmp_path / "plain" / "dcpd")) == f"plain Python: {why}"
     failed = run("-c", build, str(tmp_path), cwd=source, **BUILT_OR_FAILED, **there)
     assert failed.returncode != 0
     assert f"CompileError: {why}" in failed.stderr
@@ -111,7 +111,7 @@ def test_a_compiler_that_fails_is_no_error_unless_asked(tmp_path: Path) -> None:
     assert f"dcpd: built without the loops in C: {reason}\n" in made.stderr
     plain = tmp_path / "plain"
     assert unpack(tmp_path / "made", plain).endswith("-py3-none-any.whl")
-    assert form_text(native(plain)) == f"plain Python: {reason}"
+    assert form_text(native(plain / "dcpd")) == f"plain Python: {reason}"
     for more in ({"CC": "false"}, WITHOUT_COMPILER):
         failed = build_wheel(source, tmp_path / "failed", **BUILT_OR_FAILED, **more)
         assert failed.returncode != 0
@@ -123,7 +123,7 @@ def test_plain_python_can_be_asked_for(tmp_path: Path) -> None:
     made = build_wheel(copied_sources(tmp_path), tmp_path / "made", DCPD_COMPILE="0")
     assert made.returncode == 0, made.stderr
     assert unpack(tmp_path / "made", tmp_path / "plain").endswith("-py3-none-any.whl")
-    assert form_text(native(tmp_path / "plain")) == "plain Python: DCPD_COMPILE=0"
+    assert form_text(native(tmp_path / "plain" / "dcpd")) == "plain Python: DCPD_COMPILE=0"
     wrong = build_wheel(tmp_path / "source", tmp_path / "made", DCPD_COMPILE="yes")
     assert "DCPD_COMPILE is 'yes'; it must be 0 or 1" in wrong.stderr
 

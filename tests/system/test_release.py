@@ -20,10 +20,12 @@ import yaml
 
 from clients.install_hint import IS_PUBLISHED, hint_of
 from dcp import __version__
+from site_pages.man_pages import share_files
 from vbucket.native.form import has_loops
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("clients", "dcp", "failover", "vbucket")
+FRONT = "clients/front/dcpd/"
 
 
 def release(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,18 +44,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_wheel_has_the_packages_and_their_types(made: Path) -> None:
+def test_the_wheel_has_the_packages_in_one_and_their_types(made: Path) -> None:
     (wheel,) = made.glob("*.whl")
     with ZipFile(wheel) as file:
         names = set(file.namelist())
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         text = file.read(metadata).decode()
     assert f"\nVersion: {__version__}\n" in text
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert "dcpd/py.typed" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {*PACKAGES, f"dcpd-{__version__}.dist-info"}
+    assert tops == {"dcpd", *(f"dcpd-{__version__}.{kind}" for kind in ("data", "dist-info"))}
+    shared = {name.partition(".data/data/share/")[2] for name in names if "/share/" in name}
+    assert shared == set(share_files())
     sources = {
-        str(path.relative_to(ROOT))
+        f"dcpd/{str(path.relative_to(ROOT)).removeprefix(FRONT)}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
     }

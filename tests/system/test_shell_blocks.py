@@ -26,7 +26,7 @@ NETWORK = "needs the network, or software that does not come with dcpd"
 README = "tests/system/test_readme.py"
 
 NOT_PASTED = {
-    ("README.md", "python3 -m venv .venv"): README,
+    ("README.md", "scripts/install"): README,
     ("CONTRIBUTING.md", "scripts/test"): LONG,
     ("docs/clusters.md", "dcpctl cluster demo"): "tests/cluster_processes/test_cluster_commands.py",
     ("docs/clusters.md", "pip install"): NETWORK,
@@ -34,7 +34,7 @@ NOT_PASTED = {
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
-    ("docs/howto/start-a-server.md", "python3 -m venv .venv"): README,
+    ("docs/howto/start-a-server.md", "scripts/install"): README,
     ("docs/operations.md", "python3 -m pip install --require-hashes"): NETWORK,
     ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
@@ -53,7 +53,7 @@ NOT_PASTED = {
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
     ("docs/tutorial-flights.md", "scripts/demo"): LONG,
-    ("docs/tutorial-spark.md", "python examples/spark_ingest.py"): (
+    ("docs/tutorial-spark.md", "python examples/demos/spark_ingest.py"): (
         "tests/spark/test_spark_example.py"
     ),
 }
@@ -73,7 +73,7 @@ SAID = {
     "docs/howto/follow-changes.md": (
         "set hello world", "set hello again", "partition 528 starts again",
     ),
-    "docs/howto/undo-changes.md": ("branched at seqno 2, 1 changes undone", "second"),
+    "docs/howto/undo-changes.md": ("branched at seqno 2, 1 change undone", "second"),
     "docs/howto/move-data.md": ("nothing is wrong", "world"),
     "docs/howto/import-and-export.md": ("A320-214", '"sold"'),
     "docs/howto/monitor.md": ("dcpd_ready 1",),
@@ -105,7 +105,7 @@ def test_every_block_is_pasted_or_has_a_reason() -> None:
 
 def test_the_how_to_installs_as_the_readme_does() -> None:
     """So that one test runs both."""
-    first = [block for block in SHELL if block.first_line.startswith("python3 -m venv")]
+    first = [block for block in SHELL if block.first_line == "scripts/install"]
     assert {block.page for block in first} == {"README.md", "docs/howto/start-a-server.md"}
     assert len({block.text for block in first}) == 1
 

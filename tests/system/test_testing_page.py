@@ -52,16 +52,16 @@ def test_the_shell_blocks(server):
     assert default == "dcpd --data demo &\n", "its place takes the server of this test"
     assert start.startswith("dcpd --port 0 --admin-port 0 --data"), "tried by every DcpServer"
     written = run(server, alias + rollbacks).splitlines()
-    assert "vbucket 92 branched at seqno 3, 2 changes undone" in written[5]
+    assert "partition 92 branched at seqno 3, 2 changes undone" in written[5]
     assert json.loads(written[6])["undone_seqnos"] == 1
     explained = run(server, alias + explain)
     assert explained.startswith("ROLLBACK to seqno 0\n")
     assert '"answer":"ROLLBACK","rollback_seqno":0' in explained
     assert run(server, alias + streams) == '{"streams":[],"limits":[]}'
     told = run(server, alias + faults)
-    assert told.startswith("set fault 1\nset fault 2\n")
+    assert told.startswith("added fault 1\nadded fault 2\n")
     assert re.search(r"\b1\tDCP_STREAM_REQ\t92\tETMPFAIL\t0\tFalse\t3\t1.0\t0$", told, re.MULTILINE)
-    assert "cleared 3 faults" in told
+    assert "removed 3 faults" in told
     assert told.endswith('{"cleared":0}')
 
 

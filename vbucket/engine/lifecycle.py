@@ -5,7 +5,8 @@ puts control entries into the open group. So it is durable with that group, is r
 and is merged into the store like any change.
 
 They are for partitions of a node alone. One that has replicas (`Partition.has_copies`) is refused
-with HasCopiesError: its copies would part, and only its replication record changes all of them.
+with HasCopiesError: its copies would part, and only its replication record changes all of them. A
+purge is for the master of a partition, too: its replicas take its floors over.
 
 Rules: a partition that becomes active begins a new version at the high seqno; the change at the
 high seqno is never purged, nor is one that is not committed.
@@ -38,13 +39,9 @@ class HasCopiesError(Exception):
 
 
 _HANDOVER: Final = "name a wanted master in the partition's replication record: it is handed over"
-_BRANCH: Final = (
-    "ask the partition's master for a branch of all copies (want_branch): the replication record"
-    " says so first, then every copy in sync rolls back"
-)
-_PURGE: Final = (
-    "let the master's compaction purge deletions after purge_age; its replicas follow it"
-)
+_BRANCH: Final = "ask the partition's master for a branch of all copies (dcpctl vb branch)"
+_LOSE: Final = "dcpctl cluster failover --vb VB --lose N fails over, and loses the newest N changes"
+_PURGE: Final = "ask the partition's master; its replicas follow it"
 
 
 def _refuse_copies(part: Partition, what: str, instead: str) -> None:
@@ -75,7 +72,7 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
     is in the way, and HasCopiesError. Nothing was changed then.
     """
     part = engine.partitions[vb_id]
-    _refuse_copies(part, "a simulated failover", _HANDOVER)
+    _refuse_copies(part, "a simulated failover", _LOSE)
     _refuse_load(engine, vb_id)
     if lost_seqnos > part.high_seqno:
         raise BranchRefusedError(
@@ -109,10 +106,11 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
 
     The purge seqno never falls. The partition cannot branch at or below it any more. Raises
     PurgeRefusedError at the committed seqno and above, and where a read view is open;
-    HasCopiesError.
+    HasCopiesError on a replica.
     """
     part = engine.partitions[vb_id]
-    _refuse_copies(part, "a purge", _PURGE)
+    if part.state != VbState.ACTIVE:
+        _refuse_copies(part, "a purge", _PURGE)
     if upto_seqno is None:
         upto_seqno = max(0, part.committed_seqno - 1)
     elif upto_seqno >= part.high_seqno:

@@ -40,7 +40,7 @@ def problem(folder: Path = _FOLDER) -> str:
         )
     try:
         if folder == _FOLDER:
-            import_module("vbucket.native.loops")
+            import_module(f"{__package__}.loops")
     except ImportError as error:
         return f"the loops in C cannot be loaded ({error}); {_REMEDY}"
     return ""

@@ -116,7 +116,7 @@ def _legs_that_do_not_follow(runs: Sequence[RunRecord]) -> dict[str, str]:
         chain = chain_of(runs, vb_id)
         for index, (run, leg) in enumerate(chain):
             if leg.from_seqno > end_of(chain[:index]):
-                found[f"{ARCHIVE_FILE}, vbucket {vb_id}"] = (
+                found[f"{ARCHIVE_FILE}, partition {vb_id}"] = (
                     f"run {run} continues at seqno {leg.from_seqno}, but the runs before it end at"
                     f" {end_of(chain[:index])}"
                 )

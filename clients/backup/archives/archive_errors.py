@@ -22,7 +22,7 @@ class ArchiveError(BackupError):
 
     def __str__(self) -> str:
         """Return what happened and where, in one line."""
-        vbucket = "" if self.vb_id is None else f"vbucket {self.vb_id}, "
+        vbucket = "" if self.vb_id is None else f"partition {self.vb_id}, "
         where = f" ({vbucket}archive {self.node})" if self.node else ""
         return f"{self.what}{where}"
 

@@ -1,6 +1,7 @@
 """The folder of an archive: files at a path or fsspec URL, each written as a whole.
 
-Called by `clients.backup.archives.archive`, its lock, and exports. Only this module uses fsspec.
+Called by `clients.backup.archives.archive`, its lock, and exports. Only this module uses fsspec,
+and only for URLs: `LocalFiles` has what it uses of a file system for paths.
 
 Invariants
 - local files are synced, then renamed. Object stores show a file only when it is complete. Other
@@ -44,8 +45,7 @@ class Place:
         self.url = url
         self._fs = fs
         self._root = root.rstrip("/")
-        protocols = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
-        self.is_local = bool({"file", "local"} & set(protocols))
+        self.is_local = isinstance(fs, LocalFiles)
 
     @classmethod
     def of(cls, url: str) -> Place:
@@ -148,12 +148,48 @@ class Place:
         return folder.exists()
 
 
+class LocalFiles:
+    """The files of this machine, with the methods of fsspec that `Place` uses."""
+
+    def invalidate_cache(self) -> None:
+        """Do nothing: nothing is cached."""
+
+    def cat_file(self, path: str, start: int | None, end: int | None) -> bytes:
+        """Return a slice of a file's bytes. Raises OSErrors."""
+        with Path(path).open("rb") as file:
+            first, after, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
+            file.seek(first)
+            return file.read(max(after - first, 0))
+
+    def rm_file(self, path: str) -> None:
+        """Delete a file. Raises OSErrors."""
+        Path(path).unlink()
+
+    def find(self, folder: str, *, detail: bool) -> dict[str, dict[str, int]]:
+        """Return the paths of all files below a folder, in order, each with its size."""
+        assert detail
+        found = {}
+        for path in sorted(Path(folder).rglob("*")):
+            with suppress(FileNotFoundError):  # a partial file that got its name meanwhile
+                if path.is_file():
+                    found[str(path)] = {"size": path.stat().st_size}
+        return found
+
+
+LOCAL: Final = ("file://", "local://")
+
+
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it. Raises BackupError."""
+    """Return the files of this machine for a path, or else the fsspec file system of a URL, and the
+    path in it. Raises BackupError.
+    """
+    path = next((url.removeprefix(each) for each in LOCAL if url.startswith(each)), url)
+    if "://" not in path:
+        return LocalFiles(), str(Path(path).expanduser().absolute())
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise MissingExtraError("fsspec, which accesses archives, is not installed") from None
+        raise MissingExtraError("fsspec, which opens URLs, is not installed", node=url) from None
     try:
         fs, root = url_to_fs(url)
     except ImportError as error:

@@ -53,7 +53,7 @@ class Point(NamedTuple):
             raise PointError(
                 f"seqno {(self.seqnos or {})[absent[0]]} is not in the archive: it has no change of"
                 " this partition", vb_id=absent[0],
-                hint="dcpctl backup info --run N shows the partitions of a run.",
+                hint="dcpctl backup show --run N shows the partitions of a run.",
             )  # fmt: skip
 
     def is_within(self, runs: Sequence[RunRecord]) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import click
 
-from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
+from clients.cli.output import write_json, write_raw
+from clients.cli.partitions.vb_option import with_vb
 from clients.kv.sync_client import SyncKv
 from failover.rules.explain import Explanation, explain
 from failover.rules.history import VB_UUID_MAX, FailoverLog, Version
 from failover.rules.rollback import Question
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 _SEQNO = click.IntRange(0, SEQNO_MAX)
 _UUID = click.IntRange(0, VB_UUID_MAX)
@@ -30,8 +31,9 @@ def _version_of(text: str) -> tuple[int, int]:
 
 @click.group(
     "explain",
+    cls=Verbs,
     help=help_text(
-        "Explain what the server decides.", "dcpctl explain rollback 17 --uuid 1 --seqno 9"
+        "Explain what the server decides.", "dcpctl explain rollback --vb 17 --uuid 1 --seqno 9"
     ),
 )
 def explain_() -> None:
@@ -42,12 +44,12 @@ def explain_() -> None:
     "rollback",
     help=help_text(
         "Show how a stream request would be answered, and why, with the failover log.",
-        "dcpctl explain rollback 17 --uuid 266477440339581 --seqno 9",
-        "dcpctl explain rollback 17 --uuid 1 --seqno 9 --snap-start 5 --snap-end 12",
-        "dcpctl explain rollback 17 --seqno 9 --version 3:8 --version 2:0 -o json",
+        "dcpctl explain rollback --vb 17 --uuid 266477440339581 --seqno 9",
+        "dcpctl explain rollback --vb 17 --uuid 1 --seqno 9 --snap-start 5 --snap-end 12",
+        "dcpctl explain rollback --vb 17 --seqno 9 --version 3:8 --version 2:0 -o json",
     ),
 )
-@click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
+@with_vb
 @click.option("--seqno", type=_SEQNO, required=True, help="Last seqno that the client has.")
 @click.option(
     "--uuid", "vb_uuid", type=_UUID, default=0, help="Newest version that the client knows."
@@ -96,18 +98,17 @@ def rollback(
 
 
 def _show(target: Target, vb_id: int, told: Explanation) -> None:
-    mode = target.output_or("table" if is_terminal() else "plain")
-    if mode == "json":
+    if target.rows_mode == "json":
         write_json({"vb": vb_id, **told.to_document()})
         return
     answer = told.answer
     if told.rollback_seqno is not None:
         answer += f" to seqno {told.rollback_seqno}"
     facts = f"high seqno {told.high_seqno}, purge seqno {told.purge_seqno}"
-    write_raw(f"{answer}\n{told.reason}\nvbucket {vb_id}: {facts}\n".encode())
+    write_raw(f"{answer}\n{told.reason}\npartition {vb_id}: {facts}\n".encode())
     columns = (("vb_uuid", "vb_uuid"), ("from", "from"), ("upto", "up to"), ("asked", "asked for"))
     rows = [
         (str(row.vb_uuid), row.from_seqno, row.upto_seqno, "yes" if row.is_asked_for else "")
         for row in told.table
     ]
-    write_rows(mode, columns, rows)
+    target.show_rows(columns, rows)

@@ -10,10 +10,10 @@ from urllib.parse import urlencode
 import click
 
 from clients.cli.admin_api import admin_of
-from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
+from clients.cli.output import write_json, write_raw
+from clients.cli.partitions.vb_option import VB
 from dcp.wire.message import EndReason
-from vbucket.model.ids import NUM_VBUCKETS
 
 _CONSUMER_COLUMNS: Final = (
     ("name", "consumer"),
@@ -27,7 +27,7 @@ _CONSUMER_COLUMNS: Final = (
 _STREAM_COLUMNS: Final = (
     ("name", "connection"),
     ("peer", "peer"),
-    ("vb", "vbucket"),
+    ("vb", "partition"),
     ("state", "state"),
     ("seqno", "seqno"),
     ("lag_items", "lag"),
@@ -41,13 +41,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _with_choice(command: _F) -> _F:
     """Add the options that select streams."""
-    vbucket = click.IntRange(0, NUM_VBUCKETS - 1)
     name = click.option("--name", metavar="TEXT", help="Only streams of this connection.")
-    vb_id = click.option("--vb", type=vbucket, metavar="N", help="Only streams of this partition.")
+    vb_id = click.option("--vb", type=VB, metavar="N", help="Only streams of this partition.")
     return name(vb_id(command))
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Show the streams of consumers, or disturb them. Without --name and --vb, a command"
         " applies to all streams.",
@@ -57,7 +57,7 @@ def _with_choice(command: _F) -> _F:
         "dcpctl stream stall --vb 17 --resume",
         "dcpctl stream close --vb 17 --reason too_slow",
         "dcpctl stream drop --name my-consumer",
-    )
+    ),
 )
 def stream() -> None:
     """Show the streams of consumers, or disturb them."""
@@ -67,13 +67,15 @@ def stream() -> None:
     "list",
     help=help_text(
         "Show every consumer: its streams, how many partitions are behind, by how many seqnos in"
-        " all (lag), and the bytes that it has not acknowledged. --vbuckets shows every stream.",
+        " all (lag), and the bytes that it has not acknowledged. --each shows every stream.",
         "dcpctl stream list",
         "dcpctl stream list --name my-consumer -o json",
-        "dcpctl stream list --vbuckets",
+        "dcpctl stream list --each",
     ),
 )
-@click.option("--vbuckets", is_flag=True, help="Show each stream, with its position.")
+@click.option(
+    "--each", "--vbuckets", "vbuckets", is_flag=True, help="Show each stream, with its position."
+)
 @_with_choice
 @with_target
 def list_(*, target: Target, name: str | None, vb: int | None, vbuckets: bool) -> None:
@@ -84,7 +86,7 @@ def list_(*, target: Target, name: str | None, vb: int | None, vbuckets: bool) -
     rows = answer["streams"] if vbuckets else consumers_of(answer["streams"])
     for limit in answer.get("limits", ()):
         click.echo(_limit_text(limit), err=True)
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if mode == "json":
         for row in rows:
             write_json(row)
@@ -94,7 +96,12 @@ def list_(*, target: Target, name: str | None, vb: int | None, vbuckets: bool) -
         if mode == "table" and len(rows) > 1:
             rows.append(_total_of(rows))
         rows = [{**row, "states": _states_text(row["states"])} for row in rows]
-    write_rows(mode, columns, [[row[key] for key, _ in columns] for row in rows])
+    empty = "no consumer is connected" if not chosen else "no such stream is open"
+    target.show_rows(
+        columns,
+        [[row[key] for key, _ in columns] for row in rows],
+        f"{empty}; dcpctl watch follows all changes",
+    )
 
 
 def consumers_of(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,7 +145,7 @@ def _limit_text(limit: dict[str, Any]) -> str:
     rate = limit["bytes_per_s"]
     what = "no limit" if rate is None else f"at most {rate} bytes/s"
     name = "every consumer" if limit["name"] is None else repr(limit["name"])
-    where = "all partitions" if limit["vb"] is None else f"vbucket {limit['vb']}"
+    where = "all partitions" if limit["vb"] is None else f"partition {limit['vb']}"
     return f"dcpctl: streams of {name}, {where}: {what}. dcpctl stream stall --resume removes it"
 
 

@@ -30,11 +30,11 @@ from clients.cli.dcpctl import (
     with_target,
 )
 from clients.cli.output import VALUE_STYLES, ValueStyle
+from clients.cli.partitions.vb_option import with_vbs
 from clients.consumer.consumer import Consumer
 from clients.consumer.options import Start
 from clients.event import Deletion, Event, Mutation, Rollback, StreamFailed, SystemEvent
 from clients.kv.sync_client import SyncKv
-from vbucket.model.ids import NUM_VBUCKETS
 
 SAVE_INTERVAL_S: Final = 1.0
 
@@ -57,10 +57,7 @@ _OF_COLLECTIONS: Final = (*_ALWAYS, SystemEvent)
         "dcpctl watch --until-now --vb 17",
     ),
 )
-@click.option(
-    "--vb", "vb_ids", type=click.IntRange(0, NUM_VBUCKETS - 1), multiple=True, metavar="N",
-    help="Only this partition; may be repeated.",
-)  # fmt: skip
+@with_vbs
 @click.option(
     "--from", "start", default="beginning", show_default=True, metavar="WHERE",
     help="Where to begin partitions that are not in --state: beginning, now, a time"

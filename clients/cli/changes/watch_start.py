@@ -122,7 +122,7 @@ def _checked(document: Any, where: str) -> dict[int, int]:
                 f"{where}: {name!r} is no partition; there are 0 to {NUM_VBUCKETS - 1}"
             )
         if not isinstance(seqno, int) or isinstance(seqno, bool) or not 0 <= seqno <= SEQNO_MAX:
-            raise click.UsageError(f"{where}: vbucket {text}: {seqno!r} is no seqno")
+            raise click.UsageError(f"{where}: partition {text}: {seqno!r} is no seqno")
         found[int(text)] = seqno
     return found
 

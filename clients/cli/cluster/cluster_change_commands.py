@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from clients.cli.admin_api import AdminClient
+from clients.cli.admin_api import AdminClient, admin_of
 from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named, why_copies_wait
 from clients.cli.dcpctl import (
+    ABORTED,
     EXIT_CONFLICT,
     EXIT_FAILED,
     EXIT_OK,
@@ -28,6 +29,7 @@ from clients.cli.dcpctl import (
     with_target,
 )
 from clients.cli.output import is_terminal, shown_text, write_json, write_raw, write_rows
+from clients.cli.partitions.vb_option import VB, with_vb
 from clients.cli.standard_input import input_is_terminal
 from clients.errors import TRANSIENT, DcpdError
 from vbucket.model.id_ranges import ids_in
@@ -145,18 +147,18 @@ def cancel(*, target: Target, dry_run: bool, yes: bool) -> int:
 @click.command(
     help=help_text(
         "Make a node the master of a partition. If it has no copy, it gets one first.",
-        "dcpctl cluster move 528 --to n2",
+        "dcpctl cluster move --vb 528 --to n2",
     )
 )
-@click.argument("vb", type=click.IntRange(min=0))
+@with_vb
 @click.option(
     "--to", "node", required=True, metavar="NODE", help="The new master.",
     shell_complete=_complete_node,
 )  # fmt: skip
 @with_choices
-def move(*, target: Target, dry_run: bool, yes: bool, vb: int, node: str) -> int:
+def move(*, target: Target, dry_run: bool, yes: bool, vb_id: int, node: str) -> int:
     """Move a partition."""
-    return _change(target, "move", {"vb": vb, "to": node}, Choices(dry_run, yes))
+    return _change(target, "move", {"vb": vb_id, "to": node}, Choices(dry_run, yes))
 
 
 @click.command(
@@ -166,20 +168,28 @@ def move(*, target: Target, dry_run: bool, yes: bool, vb: int, node: str) -> int
         " elected where nobody in sync is left: changes that were answered may be lost.",
         "dcpctl cluster failover n2",
         "dcpctl cluster failover --vb 528",
+        "dcpctl cluster failover --vb 528 --lose 3",
         "dcpctl cluster failover n2 --unclean --dry-run",
     )
 )
 @click.argument("node", required=False, shell_complete=_complete_node)
-@click.option("--vb", type=click.IntRange(min=0), metavar="VB", help="One partition only.")
+@click.option("--vb", type=VB, metavar="N", help="One partition only.")
 @click.option("--unclean", is_flag=True, help="Give up what only lost copies have.")
+@click.option(
+    "--lose", type=click.IntRange(min=1), metavar="N",
+    help="With --vb, on nodes in test mode: lose the newest N changes first, in all copies.",
+)  # fmt: skip
 @with_choices
 def failover(
-    *, target: Target, dry_run: bool, yes: bool, node: str | None, vb: int | None, unclean: bool
-) -> int:
+    *, target: Target, dry_run: bool, yes: bool, node: str | None, vb: int | None, unclean: bool,
+    lose: int | None,
+) -> int:  # fmt: skip
     """Fail a master over."""
     if (node is None) == (vb is None):
         raise click.UsageError("name a node, or one partition with --vb")
-    body: dict[str, Any] = {"node": node, "vb": vb, "unclean": unclean}
+    if lose is not None and vb is None:
+        raise click.UsageError("--lose is about one partition: name it with --vb")
+    body: dict[str, Any] = {"node": node, "vb": vb, "unclean": unclean, "lose": lose or 0}
     word = node if node is not None else str(vb)
     return _change(target, "failover", body, Choices(dry_run, yes), word=word if unclean else None)
 
@@ -230,7 +240,9 @@ def _change(
 
     A question stands on stderr, and what it is about above it, whatever the output is.
     """
-    admin, path = admin_of_named(target), f"/api/v1/cluster/{name}"
+    at_master = body["vb"] if body.get("lose") else None
+    admin = admin_of_named(target) if at_master is None else admin_of(target, vb_id=at_master)
+    path = f"/api/v1/cluster/{name}"
     is_json = target.output_or("plain") == "json"
     preview = admin.request("POST", path, body | {"dry_run": True})
     if choices.dry_run or not preview["has_changes"]:
@@ -260,7 +272,7 @@ def _change(
 
 def not_changed() -> int:
     """Say so; return the exit code."""
-    click.echo("dcpctl: nothing was changed", err=True)
+    click.echo(f"dcpctl: {ABORTED}", err=True)
     return EXIT_FAILED
 
 

@@ -22,8 +22,8 @@ from clients.cli.cluster.cluster_change_commands import (
 from clients.cli.cluster.cluster_meta_commands import meta
 from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named
 from clients.cli.cluster.cluster_status_command import receipts, status, words
-from clients.cli.dcpctl import EXIT_OK, Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.dcpctl import EXIT_OK, Target, Verbs, help_text, with_target
+from clients.cli.output import write_json, write_raw
 from clients.cli.standard_input import input_is_terminal, standard_input
 from clients.errors import DcpdError, OperationTimeoutError
 
@@ -35,7 +35,7 @@ POLL_S: Final = 0.1
 TOKEN_BYTES_MAX: Final = 4096
 """A token has about 250 bytes; the rest is the URL of its metadata store."""
 _MAP_COLUMNS: Final = (
-    ("vb", "vbucket"),
+    ("vb", "partition"),
     ("master", "master"),
     ("in_sync", "in sync"),
     ("copies", "copies"),
@@ -45,6 +45,7 @@ _MAP_COLUMNS: Final = (
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Create and operate a cluster of nodes.",
         "dcpctl cluster init --copies 3",
@@ -52,7 +53,7 @@ _MAP_COLUMNS: Final = (
         "dcpctl cluster status",
         "dcpctl cluster map",
         "dcpctl cluster demo",
-    )
+    ),
 )
 def cluster() -> None:
     """Create and operate a cluster of nodes."""
@@ -234,12 +235,12 @@ def _wait(
 def map_(*, target: Target) -> None:
     """Show the map."""
     rows = admin_of_named(target).request("GET", "/api/v1/cluster/map")
-    mode = target.output_or("table" if is_terminal() else "plain")
-    if mode == "json":
+    if target.rows_mode == "json":
         for row in rows:
             write_json(row)
         return
-    write_rows(mode, _MAP_COLUMNS, [[words(row[name]) for name, _ in _MAP_COLUMNS] for row in rows])
+    cells = [[words(row[name]) for name, _ in _MAP_COLUMNS] for row in rows]
+    target.show_rows(_MAP_COLUMNS, cells, "this node is alone; dcpctl cluster init makes a cluster")
 
 
 @cluster.command(

@@ -9,7 +9,7 @@ import click
 from clients.cli.admin_api import AdminClient
 from clients.cli.cluster.cluster_change_commands import Choices, not_changed, with_choices
 from clients.cli.cluster.cluster_nodes import OTHERS_S, admin_of_named
-from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.cli.standard_input import input_is_terminal
 from clients.errors import DcpdError
@@ -25,11 +25,12 @@ _NO_TERMINAL: Final = (
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "The metadata store, after it was lost or an older copy of it was restored.",
         "dcpctl cluster meta restore --dry-run",
         "dcpctl cluster meta export > records.json",
-    )
+    ),
 )
 def meta() -> None:
     """Commands about the metadata store."""

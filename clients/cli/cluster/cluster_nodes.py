@@ -6,7 +6,7 @@ own, and for a short time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from clients.cli.admin_api import AdminClient
@@ -46,6 +46,13 @@ def admin_of_named(target: Target) -> AdminClient:
 
 def ask_nodes(target: Target, nodes: Iterable[dict[str, Any]], path: str) -> Answers:
     """GET a path from nodes, all at the same time. `nodes` are those of a status."""
+    return ask_each(target, nodes, lambda admin: admin.request("GET", path))
+
+
+def ask_each(
+    target: Target, nodes: Iterable[dict[str, Any]], ask: Callable[[AdminClient], Any]
+) -> Answers:
+    """Ask nodes, all at the same time. `nodes` are those of a status."""
     from concurrent.futures import ThreadPoolExecutor
 
     target.address  # noqa: B018 - asks for a password, which only this thread may do
@@ -54,7 +61,7 @@ def ask_nodes(target: Target, nodes: Iterable[dict[str, Any]], path: str) -> Ans
         return Answers({}, {})
     quick = target._replace(timeout_s=min(target.timeout_s, OTHERS_S))
     with ThreadPoolExecutor(len(named)) as pool:
-        asked = {name: pool.submit(_ask, quick, node, path) for name, node in named.items()}
+        asked = {name: pool.submit(_ask, quick, node, ask) for name, node in named.items()}
         found = {name: future.result() for name, future in asked.items()}
     return Answers(
         {name: each for name, each in found.items() if not isinstance(each, DcpdError)},
@@ -62,12 +69,12 @@ def ask_nodes(target: Target, nodes: Iterable[dict[str, Any]], path: str) -> Ans
     )
 
 
-def _ask(target: Target, node: dict[str, Any], path: str) -> Any:
+def _ask(target: Target, node: dict[str, Any], ask: Callable[[AdminClient], Any]) -> Any:
     """Return a node's answer, or the error."""
     host, _, port = node["address"].rpartition(":")
     admin_port = node["admin_tls_port" if target.address.is_tls else "admin_port"]
     place = ClusterNode(host.strip("[]"), int(port), admin_port)
     try:
-        return AdminClient(target, place).request("GET", path)
+        return ask(AdminClient(target, place))
     except DcpdError as error:
         return error

@@ -15,7 +15,7 @@ from clients.cli.cluster.cluster_nodes import (
     why_copies_wait,
 )
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
-from clients.cli.output import is_terminal, shown_text, write_json, write_raw, write_rows
+from clients.cli.output import shown_text, write_json, write_raw
 from vbucket.model.id_ranges import id_ranges, ids_in
 
 RECEIPTS_PATH: Final = "/api/v1/cluster/receipts"
@@ -33,7 +33,7 @@ _NODE_COLUMNS: Final = (
 )
 _RECEIPT_COLUMNS: Final = (
     ("node", "node"),
-    ("vb", "vbucket"),
+    ("vb", "partition"),
     ("kind", "what"),
     ("epoch", "epoch"),
     ("seqnos", "seqnos"),
@@ -70,17 +70,17 @@ def status(*, target: Target) -> None:
     found = admin_of_named(target).request("GET", STATUS_PATH)
     if found["cluster"]:
         others = [node for node in found["nodes"] if node["name"] != found["node"]]
-        _put_together(found, ask_nodes(target, others, STATUS_PATH))
-    mode = target.output_or("table" if is_terminal() else "plain")
+        put_together(found, ask_nodes(target, others, STATUS_PATH))
+    mode = target.rows_mode
     if mode == "json":
         write_json(found)
     elif not found["cluster"]:
         write_raw(_ALONE)
     else:
-        _write_status(found, mode)
+        _write_status(target, found)
 
 
-def _put_together(found: dict[str, Any], answers: Answers) -> None:
+def put_together(found: dict[str, Any], answers: Answers) -> None:
     """Add what other nodes say to the status of one: lags, and partitions without writes."""
     reports = [found, *answers.documents.values()]
     lags = [lag for report in reports for lag in report["followers"]]
@@ -121,7 +121,7 @@ def _merged(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _write_status(found: dict[str, Any], mode: str) -> None:
+def _write_status(target: Target, found: dict[str, Any]) -> None:
     sizes = ", ".join(f"{count} with {size}" for size, count in found["in_sync_sizes"].items())
     least = found["min_in_sync"] or "a majority"
     _line(
@@ -130,7 +130,7 @@ def _write_status(found: dict[str, Any], mode: str) -> None:
         f"store {found['store']['url']}"
     )
     rows = [[words(node[name]) for name, _ in _NODE_COLUMNS] for node in found["nodes"]]
-    write_rows(mode, _NODE_COLUMNS, rows)
+    target.show_rows(_NODE_COLUMNS, rows)
     if plan := found["plan"]:
         _line(
             f"under way: {plan['what']}, {plan['done']} of {plan['partitions']} partitions done, "
@@ -179,14 +179,14 @@ def receipts(*, target: Target) -> int:
         {"node": report["node"], **receipt} for report in reports for receipt in report["receipts"]
     ]
     rows.sort(key=lambda row: (row["at"], row["node"], row["file"]))
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if mode == "json":
         for row in rows:
             write_json(row)
     elif rows:
         shown = [row | {"seqnos": _seqnos(row), "count": _count(row)} for row in rows]
         cells = [[words(row[name]) for name, _ in _RECEIPT_COLUMNS] for row in shown]
-        write_rows(mode, _RECEIPT_COLUMNS, cells)
+        target.show_rows(_RECEIPT_COLUMNS, cells)
     else:
         write_raw(b"no node has a loss receipt\n" if not answers.errors else b"")
     for report in reports:

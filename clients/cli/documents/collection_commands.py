@@ -1,4 +1,4 @@
-"""dcpctl collection list, create, drop: scopes and collections over the admin API."""
+"""dcpctl collection list, add, remove: scopes and collections over the admin API."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from urllib.parse import urlencode
 import click
 
 from clients.cli.admin_api import admin_of, quoted
-from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
+from clients.cli.output import write_json, write_raw
 
 SCOPES_PATH: Final = "/pools/default/buckets/default/scopes"
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Manage scopes and collections.",
-        "dcpctl collection create shop.orders",
+        "dcpctl collection add shop.orders",
         "dcpctl collection list",
-        "dcpctl collection drop shop.orders",
-        "dcpctl collection drop shop",
-    )
+        "dcpctl collection remove shop.orders",
+        "dcpctl collection remove shop",
+    ),
 )
 def collection() -> None:
     """Manage scopes and collections."""
@@ -37,16 +38,15 @@ def list_(*, target: Target) -> None:
         for scope in manifest["scopes"]
         for entry in scope["collections"]
     ]
-    mode = target.output_or("table" if is_terminal() else "plain")
-    write_rows(mode, [("collection", "collection"), ("id", "id")], rows)
+    target.show_rows([("collection", "collection"), ("id", "id")], rows)
 
 
 @collection.command(
-    "create",
+    "add",
     help=help_text(
-        "Create a collection, and its scope if it is missing. SCOPE alone creates a scope.",
-        "dcpctl collection create shop.orders",
-        "dcpctl collection create shop.carts --max-ttl 86400",
+        "Add a collection, and its scope if it is missing. SCOPE alone adds a scope.",
+        "dcpctl collection add shop.orders",
+        "dcpctl collection add shop.carts --max-ttl 86400",
     ),
 )
 @click.argument("path", metavar="SCOPE[.COLLECTION]")
@@ -57,8 +57,8 @@ def list_(*, target: Target) -> None:
     help="Maximum time to live in seconds; 0: no limit.",
 )
 @with_target
-def create(*, target: Target, path: str, max_ttl: int) -> None:
-    """Create a scope or a collection."""
+def add(*, target: Target, path: str, max_ttl: int) -> None:
+    """Add a scope or a collection."""
     scope, _, name = path.partition(".")
     admin = admin_of(target)
     scopes = {entry["name"] for entry in admin.request("GET", SCOPES_PATH)["scopes"]}
@@ -67,25 +67,25 @@ def create(*, target: Target, path: str, max_ttl: int) -> None:
     if name:
         form = urlencode({"name": name, "maxTTL": max_ttl})
         admin.request("POST", f"{SCOPES_PATH}/{quoted(scope)}/collections", form=form)
-    _done(target, "created", path)
+    _done(target, "added", path)
 
 
 @collection.command(
-    "drop",
+    "remove",
     help=help_text(
-        "Drop a collection, or a scope with all its collections. Their documents can no longer be"
+        "Remove a collection, or a scope with all its collections. Their documents can no longer be"
         " read, and streams no longer send them.",
-        "dcpctl collection drop shop.orders",
+        "dcpctl collection remove shop.orders",
     ),
 )
 @click.argument("path", metavar="SCOPE[.COLLECTION]")
 @with_target
-def drop(*, target: Target, path: str) -> None:
-    """Drop a scope or a collection."""
+def remove(*, target: Target, path: str) -> None:
+    """Remove a scope or a collection."""
     scope, _, name = path.partition(".")
     place = f"{SCOPES_PATH}/{quoted(scope)}"
     admin_of(target).request("DELETE", f"{place}/collections/{quoted(name)}" if name else place)
-    _done(target, "dropped", path)
+    _done(target, "removed", path)
 
 
 def _done(target: Target, result: str, path: str) -> None:

@@ -1,10 +1,16 @@
-"""dcpctl get, set, del. These commands must start fast."""
+"""dcpctl get, set, del, exists, incr, touch. These commands must start fast."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import click
 
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
+from clients.cli.documents.expiry import expiry_text, with_expiry
 from clients.cli.output import (
     VALUE_STYLES,
     ValueStyle,
@@ -22,7 +28,7 @@ from clients.operation import DURABILITY_NAMES, DurabilityChoice, MutationResult
 from dcp.wire.opcode import Opcode
 
 
-def _key(text: str) -> bytes:
+def raw_key_of(text: str) -> bytes:
     """Return a key from the command line; it need not be valid UTF-8."""
     try:
         return key_bytes(text.encode(errors="surrogateescape"))
@@ -36,7 +42,7 @@ def _decoded(xattrs: dict[str, bytes]) -> dict[str, object]:
     return {name: json.loads(text) for name, text in xattrs.items()}
 
 
-_COLLECTION = click.option(
+COLLECTION = click.option(
     "--collection", metavar="SCOPE.COLLECTION", help="In this collection, not the default one."
 )
 
@@ -47,8 +53,29 @@ _DURABILITY = click.option(
 )  # fmt: skip
 
 
-def _connect(target: Target, collection: str | None) -> SyncKv:
-    return SyncKv(target.address, timeout_s=target.timeout_s, collection=collection)
+@contextmanager
+def connected(target: Target, collection: str | None) -> Iterator[SyncKv]:
+    """Yield a client. If a document is not there, a person is told which keys are like it."""
+    with SyncKv(target.address, timeout_s=target.timeout_s, collection=collection) as kv:
+        try:
+            yield kv
+        except NotFoundError as error:
+            _suggest_keys(target, error, collection)
+            raise
+
+
+def is_read_by_a_person() -> bool:
+    """Whether errors go to a terminal."""
+    return sys.stderr.isatty()
+
+
+def _suggest_keys(target: Target, error: NotFoundError, collection: str | None) -> None:
+    """Put keys that are like the missing one into the hint. Programs do not wait for that."""
+    if error.key is not None and is_read_by_a_person():
+        from clients.cli.documents.keys_command import near_keys
+
+        if near := near_keys(target, error.key, collection):
+            error.hint = f"Did you mean {' or '.join(map(shown, near))}? dcpctl keys lists all."
 
 
 @click.command(
@@ -64,7 +91,7 @@ def _connect(target: Target, collection: str | None) -> SyncKv:
     ),
 )
 @click.argument("key")
-@_COLLECTION
+@COLLECTION
 @click.option("--xattrs", is_flag=True, help="Print XATTRs, too; as JSON.")
 @click.option(
     "--value", "style", type=click.Choice(VALUE_STYLES), default="json", show_default=True,
@@ -91,15 +118,15 @@ def get(
         raise click.UsageError("--xattrs prints JSON: leave out -o, or use -o json")
     if xattrs and from_replica:
         raise click.UsageError("--xattrs asks the master: leave out --from-replica")
-    with _connect(target, collection) as kv:
+    with connected(target, collection) as kv:
         if xattrs:
-            document, found = kv.get_with_xattrs(_key(key))
+            document, found = kv.get_with_xattrs(raw_key_of(key))
         else:
-            document = kv.get(_key(key), from_replica=from_replica)
+            document = kv.get(raw_key_of(key), from_replica=from_replica)
     if mode == "json":
         write_json(
             {
-                **text_fields("key", _key(key)),
+                **text_fields("key", raw_key_of(key)),
                 **value_fields(document.value, style),
                 "cas": str(document.cas),
                 "flags": document.flags,
@@ -113,28 +140,31 @@ def get(
         write_raw(document.value if ends else document.value + b"\n")
 
 
+_NO_VALUE: Final = "VALUE is missing. Write it behind the key ('' is an empty one), or pipe it in"
+
+
 @click.command(
     "set",
     help=help_text(
-        "Store a document. VALUE - (or no VALUE, when piped) reads it from standard input.",
+        "Store a document. VALUE - reads it from standard input; without VALUE that is done, too,"
+        " if something comes there.",
         'dcpctl set user:1 \'{"name":"Ada"}\'',
         "dcpctl set photo - < photo.jpg",
         "dcpctl set user:1 v2 --cas 1795262141941612544",
         "dcpctl set lock me --add",
+        "dcpctl set session:7 me --ttl 30m",
+        "dcpctl set offer:1 '{}' --expiry 2027-01-31",
         "dcpctl set 1001 '{}' --collection shop.orders",
         "dcpctl set user:1 v3 --durability majority --timeout 2s",
     ),
 )
 @click.argument("key")
 @click.argument("value", required=False)
-@_COLLECTION
+@COLLECTION
 @click.option(
     "--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits for your own use."
 )
-@click.option(
-    "--expiry", type=click.IntRange(0, 2**32 - 1), default=0, metavar="SECONDS",
-    help="Time to live; more than 30 days means an absolute Unix time.",
-)  # fmt: skip
+@with_expiry
 @click.option(
     "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
 )
@@ -149,31 +179,34 @@ def set_(
     value: str | None,
     collection: str | None,
     flags: int,
-    expiry: int,
+    expiry: int | None,
     cas: int,
     rule: str | None,
     durability: DurabilityChoice,
 ) -> None:
     """Store a document. VALUE - (or no VALUE, when piped) reads it from standard input."""
-    raw_key = _key(key)
+    raw_key = raw_key_of(key)
     if rule == "add" and cas:
         raise click.UsageError(
             "--add cannot be used with --cas: it creates a document, which has no CAS yet"
         )
     if value is None and input_is_terminal():
-        raise click.UsageError("VALUE is missing. Use - to read it from standard input")
+        raise click.UsageError(_NO_VALUE)
     if value is None or value == "-":
         _ = target.address  # With --password-file -, the password is the line before the value.
         raw_value = standard_input().read()
+        if value is None and not raw_value:
+            # Nobody piped: /dev/null in cron, in CI and in containers is empty, too.
+            raise click.UsageError(_NO_VALUE)
     else:
         raw_value = value.encode(errors="surrogateescape")
     opcode = {"add": Opcode.ADD, "replace": Opcode.REPLACE}.get(rule or "", Opcode.SET)
-    with _connect(target, collection) as kv:
+    with connected(target, collection) as kv:
         result = kv.store(
-            opcode, raw_key, raw_value, flags=flags, expiry_s=expiry, cas=cas,
+            opcode, raw_key, raw_value, flags=flags, expiry_s=expiry or 0, cas=cas,
             durability=durability,
         )  # fmt: skip
-    _show_mutation(target, "stored", raw_key, result)
+    show_mutation(target, "stored", raw_key, result)
 
 
 @click.command(
@@ -186,7 +219,7 @@ def set_(
     ),
 )
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
-@_COLLECTION
+@COLLECTION
 @click.option(
     "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
 )
@@ -204,20 +237,147 @@ def delete(
     if cas and len(keys) > 1:
         raise click.UsageError("--cas works with one KEY only: every document has its own CAS")
     exit_code = 0
-    with _connect(target, collection) as kv:
+    with connected(target, collection) as kv:
         for key in keys:
-            raw_key = _key(key)
+            raw_key = raw_key_of(key)
             try:
                 result = kv.delete(raw_key, cas=cas, durability=durability)
             except NotFoundError as error:
-                complain(error)
+                _suggest_keys(target, error, collection)
+                complain(error, is_json=target.output == "json")
                 exit_code = EXIT_NOT_FOUND
             else:
-                _show_mutation(target, "deleted", raw_key, result)
+                show_mutation(target, "deleted", raw_key, result)
     return exit_code
 
 
-def _show_mutation(target: Target, done: str, key: bytes, result: MutationResult) -> None:
+@click.command(
+    "exists",
+    help=help_text(
+        "Ask whether documents are there, without reading them. The exit code is 0 if all are, 3 if"
+        " one is missing.",
+        "dcpctl exists user:1",
+        "dcpctl exists user:1 user:2 -o json",
+        "dcpctl exists lock -o raw || dcpctl set lock me --add",
+    ),
+)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@COLLECTION
+@with_target
+def exists(*, target: Target, keys: tuple[str, ...], collection: str | None) -> int:
+    """Ask whether documents are there."""
+    columns = [("key", "key"), ("exists", "exists"), ("bytes", "bytes"), ("expires", "expires")]
+    rows: list[tuple[object, ...]] = []
+    with SyncKv(target.address, timeout_s=target.timeout_s, collection=collection) as kv:
+        for key in keys:
+            try:
+                facts = kv.metadata(raw_key_of(key))
+            except NotFoundError:
+                rows.append((shown(raw_key_of(key)), False, None, None))
+            else:
+                expires = facts["exptime"] or None
+                rows.append((shown(raw_key_of(key)), True, facts["value_bytes"], expires))
+    if target.rows_mode == "json":
+        target.show_rows(columns, rows)
+    elif target.rows_mode != "raw":
+        words = [
+            (key, "yes" if is_there else "no", "" if size is None else size, expiry_text(expires))
+            for key, is_there, size, expires in rows
+        ]
+        target.show_rows(columns, words)
+    return 0 if all(row[1] for row in rows) else EXIT_NOT_FOUND
+
+
+@click.command(
+    "incr",
+    # -5 is a number here, not an option.
+    context_settings={"ignore_unknown_options": True},
+    help=help_text(
+        "Add to a counter, a document of decimal digits, and print it. A negative N subtracts; a"
+        " counter stops at 0. A missing one counts as 0.",
+        "dcpctl incr hits",
+        "dcpctl incr stock:7 -3",
+        "dcpctl incr tickets --initial 1000 --ttl 1d",
+        "dcpctl incr hits --only-existing",
+    ),
+)
+@click.argument("key")
+@click.argument("number", metavar="[N]", type=click.IntRange(1 - 2**64, 2**64 - 1), default=1)
+@COLLECTION
+@click.option(
+    "--initial", type=click.IntRange(0, 2**64 - 1), metavar="N",
+    help="What a missing counter becomes instead.",
+)  # fmt: skip
+@click.option("--only-existing", is_flag=True, help="Fail if it is missing.")
+@with_expiry
+@_DURABILITY
+@with_target
+def incr(
+    *,
+    target: Target,
+    key: str,
+    number: int,
+    collection: str | None,
+    initial: int | None,
+    only_existing: bool,
+    expiry: int | None,
+    durability: DurabilityChoice,
+) -> None:
+    """Add to a counter."""
+    if only_existing and (initial is not None or expiry is not None):
+        raise click.UsageError("--initial, --ttl and --expiry are for a counter that is missing")
+    if initial is None and not only_existing:
+        initial = max(0, number)
+    with connected(target, collection) as kv:
+        result = kv.increment(
+            raw_key_of(key), number, initial=initial, expiry_s=expiry or 0, durability=durability
+        )
+    if target.output_or("plain") == "json":
+        place = {"vb": result.vb_id, "seqno": result.seqno, "cas": str(result.cas)}
+        # Decimal text, as many JSON readers round numbers above 2^53.
+        write_json({**text_fields("key", raw_key_of(key)), "value": str(result.number), **place})
+    else:
+        write_raw(f"{result.number}\n".encode())
+
+
+@click.command(
+    "touch",
+    help=help_text(
+        "Change when documents expire, and nothing else of them.",
+        "dcpctl touch session:7 --ttl 30m",
+        "dcpctl touch session:7 session:8 --expiry 2027-01-31T12:00Z",
+        "dcpctl touch session:7 --expiry never",
+    ),
+)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@COLLECTION
+@with_expiry
+@with_target
+def touch(
+    *, target: Target, keys: tuple[str, ...], collection: str | None, expiry: int | None
+) -> int:
+    """Change when documents expire."""
+    if expiry is None:
+        raise click.UsageError("say when: --ttl 5m, --expiry 2027-01-31, or --expiry never")
+    exit_code = 0
+    with connected(target, collection) as kv:
+        for key in map(raw_key_of, keys):
+            try:
+                cas = kv.touch(key, expiry)
+            except NotFoundError as error:
+                _suggest_keys(target, error, collection)
+                complain(error, is_json=target.output == "json")
+                exit_code = EXIT_NOT_FOUND
+                continue
+            if target.output_or("plain") == "json":
+                write_json({"result": "touched", **text_fields("key", key), "cas": str(cas)})
+            elif target.output != "raw":
+                write_raw(f"touched {shown(key)} (cas {cas})\n".encode())
+    return exit_code
+
+
+def show_mutation(target: Target, done: str, key: bytes, result: MutationResult) -> None:
+    """Print what was done to a document, and where the change is."""
     mode = target.output_or("plain")
     if mode == "json":
         write_json(
@@ -231,5 +391,5 @@ def _show_mutation(target: Target, done: str, key: bytes, result: MutationResult
             }
         )
     elif mode != "raw":
-        where = f"vbucket {result.vb_id}, seqno {result.seqno}, cas {result.cas}"
+        where = f"partition {result.vb_id}, seqno {result.seqno}, cas {result.cas}"
         write_raw(f"{done} {shown(key)} ({where})\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from difflib import get_close_matches
 from heapq import nsmallest
 from typing import Final
 
@@ -15,6 +16,8 @@ from clients.kv.key_listing import list_keys
 
 SORTED_MAX: Final = 1_000_000
 """Most keys that are sorted: they are in memory, 100 MB of them."""
+NEAR_MAX: Final = 2_000
+NEAR_S: Final = 1.0
 
 
 @click.command(
@@ -41,6 +44,34 @@ def keys(
         raise click.UsageError("--limit needs the order: leave out --unsorted, or use head -n")
     listing = _Listing(target, prefix.encode(errors="surrogateescape"), collection)
     asyncio.run(listing.print_unsorted() if unsorted else listing.print_sorted(limit))
+
+
+def near_keys(target: Target, key: bytes, collection: str | None) -> list[bytes]:
+    """Return up to three keys that are like one: those that begin with its first half are looked
+    at, at most NEAR_MAX of them, for a second. None if they cannot be listed.
+    """
+
+    async def begin_alike() -> list[str]:
+        found: list[str] = []
+        chunks = list_keys(
+            target.address, key[: len(key) // 2], collection=collection, timeout_s=NEAR_S
+        )
+        async for chunk in chunks:
+            found += [each.decode(errors="surrogateescape") for each in chunk]
+            if len(found) >= NEAR_MAX:
+                break
+        return found
+
+    async def in_time() -> list[str]:
+        return await asyncio.wait_for(begin_alike(), NEAR_S)
+
+    try:
+        names = asyncio.run(in_time())
+    except (DcpdError, TimeoutError):
+        return []
+    wanted = key.decode(errors="surrogateescape")
+    near = get_close_matches(wanted, names[:NEAR_MAX], n=3)
+    return [each.encode(errors="surrogateescape") for each in near]
 
 
 class _Listing:

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, shown, text_fields, write_json, write_rows
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
+from clients.cli.output import shown, text_fields, write_json
 from failover.replication.receipt import (
     DiscardDamagedError,
     KeptChange,
@@ -23,6 +23,7 @@ VALUE_BYTES_MAX = 20 << 20
 
 @click.group(
     "discarded",
+    cls=Verbs,
     help=help_text(
         "Look at changes that a replica has cut off.", "dcpctl discarded show FILE.cut -o json"
     ),
@@ -45,7 +46,7 @@ def discarded() -> None:
 @with_target
 def show(*, target: Target, file: Path) -> None:
     """Print the changes of a discard file."""
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if mode == "raw":
         raise click.UsageError("discarded show writes table, plain or json output, not raw")
     try:
@@ -62,7 +63,7 @@ def show(*, target: Target, file: Path) -> None:
         (change.seqno, change.kind, change.collection_id, shown(change.key), len(_value(change)))
         for change in changes_of(cut)
     ]
-    write_rows(mode, columns, rows)
+    target.show_rows(columns, rows)
 
 
 def _document(change: KeptChange) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""dcpctl fault list, set, clear: make requests fail, wait or disconnect."""
+"""dcpctl fault list, add, remove: make requests fail, wait or disconnect."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import admin_of
-from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from clients.cli.dcpctl import Target, Verbs, help_text, with_target
+from clients.cli.output import write_json, write_raw
+from clients.cli.partitions.vb_option import VB
+from vbucket.model.ids import SEQNO_MAX
 
 _COLUMNS: Final = (
     ("id", "id"),
     ("opcode", "opcode"),
-    ("vb", "vbucket"),
+    ("vb", "partition"),
     ("status", "status"),
     ("delay_ms", "delay, ms"),
     ("disconnect", "disconnect"),
@@ -26,14 +27,15 @@ _COLUMNS: Final = (
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Make requests fail on purpose. The first rule that matches a request decides.",
-        "dcpctl fault set --opcode DCP_STREAM_REQ --status ETMPFAIL --count 3",
-        "dcpctl fault set --opcode GET --delay 250",
-        "dcpctl fault set --vb 17 --disconnect --probability 0.1 --seed 1",
+        "dcpctl fault add --opcode DCP_STREAM_REQ --status ETMPFAIL --count 3",
+        "dcpctl fault add --opcode GET --delay 250",
+        "dcpctl fault add --vb 17 --disconnect --probability 0.1 --seed 1",
         "dcpctl fault list",
-        "dcpctl fault clear",
-    )
+        "dcpctl fault remove",
+    ),
 )
 def fault() -> None:
     """Make requests fail on purpose."""
@@ -44,27 +46,28 @@ def fault() -> None:
 def list_(*, target: Target) -> None:
     """Show the active rules."""
     found = admin_of(target).request("GET", "/api/v1/faults")["faults"]
-    mode = target.output_or("table" if is_terminal() else "plain")
-    if mode == "json":
+    if target.rows_mode == "json":
         for row in found:
             write_json(row)
         return
     rows = [["" if row[key] is None else row[key] for key, _ in _COLUMNS] for row in found]
-    write_rows(mode, _COLUMNS, rows)
+    target.show_rows(
+        _COLUMNS, rows, "no request fails on purpose; dcpctl fault add makes some fail"
+    )
 
 
 @fault.command(
-    "set",
+    "add",
     help=help_text(
         "Add a rule: which requests it matches, and what happens to them. It also matches quiet"
         " forms of a command. --vb applies to commands that name a partition.",
-        "dcpctl fault set --opcode SET --status ETMPFAIL",
-        "dcpctl fault set --opcode DCP_STREAM_REQ --status ROLLBACK --rollback-seqno 5 --count 1",
-        "dcpctl fault set --delay 100 --probability 0.5 --seed 7",
+        "dcpctl fault add --opcode SET --status ETMPFAIL",
+        "dcpctl fault add --opcode DCP_STREAM_REQ --status ROLLBACK --rollback-seqno 5 --count 1",
+        "dcpctl fault add --delay 100 --probability 0.5 --seed 7",
     ),
 )
 @click.option("--opcode", metavar="NAME", help="For example GET or 0x53. Default: any.")
-@click.option("--vb", type=click.IntRange(0, NUM_VBUCKETS - 1), metavar="N", help="Partition.")
+@click.option("--vb", type=VB, metavar="N", help="Partition.")
 @click.option("--status", metavar="NAME", help="Answer with this, such as ETMPFAIL or 0x86.")
 @click.option(
     "--delay", "delay_ms", type=click.IntRange(min=1), metavar="MS", help="Delay the request."
@@ -85,7 +88,7 @@ def list_(*, target: Target) -> None:
     help="Seqno of --status ROLLBACK. Default: 0.",
 )  # fmt: skip
 @with_target
-def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
+def add(*, target: Target, disconnect: bool, **rule: Any) -> None:
     """Add a rule."""
     body = {name: value for name, value in rule.items() if value is not None}
     if disconnect:
@@ -94,13 +97,13 @@ def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
     if target.output_or("plain") == "json":
         write_json(answer)
     else:
-        write_raw(f"set fault {answer['id']}\n".encode())
+        write_raw(f"added fault {answer['id']}\n".encode())
 
 
-@fault.command("clear", help=help_text("Remove one rule, or all.", "dcpctl fault clear 3"))
+@fault.command("remove", help=help_text("Remove one rule, or all.", "dcpctl fault remove 3"))
 @click.argument("fault_id", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @with_target
-def clear(*, target: Target, fault_id: int | None) -> None:
+def remove(*, target: Target, fault_id: int | None) -> None:
     """Remove one rule, or all."""
     path = "/api/v1/faults" if fault_id is None else f"/api/v1/faults/{fault_id}"
     answer = admin_of(target).request("DELETE", path)
@@ -108,4 +111,4 @@ def clear(*, target: Target, fault_id: int | None) -> None:
         write_json(answer)
     else:
         cleared = answer["cleared"]
-        write_raw(f"cleared {cleared} fault{'' if cleared == 1 else 's'}\n".encode())
+        write_raw(f"removed {cleared} fault{'' if cleared == 1 else 's'}\n".encode())

@@ -1,33 +1,12 @@
-"""dcpctl seqnos, failover-log, status."""
+"""dcpctl seqnos, failover-log."""
 
 from __future__ import annotations
 
 import click
 
 from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_rows
+from clients.cli.partitions.vb_option import with_vb, with_vbs
 from clients.kv.sync_client import SyncKv
-from vbucket.model.ids import NUM_VBUCKETS
-
-_VBUCKET = click.IntRange(0, NUM_VBUCKETS - 1)
-
-_STATUS_ROWS = (
-    ("server", "server"),
-    ("version", "version"),
-    ("uptime_s", "uptime, s"),
-    ("durability", "durability"),
-    ("data", "data folder"),
-    ("items", "documents"),
-    ("partitions", "partitions"),
-    ("connections", "connections"),
-    ("producers", "consumers"),
-    ("streams", "streams"),
-)
-"""Name in JSON, heading."""
-
-
-def _table_or_plain(target: Target) -> str:
-    return target.output_or("table" if is_terminal() else "plain")
 
 
 @click.command(
@@ -39,14 +18,7 @@ def _table_or_plain(target: Target) -> str:
         "dcpctl seqnos -o json",
     ),
 )
-@click.option(
-    "--vb",
-    "vb_ids",
-    type=_VBUCKET,
-    multiple=True,
-    metavar="N",
-    help="Only this partition; may be repeated.",
-)
+@with_vbs
 @click.option("--used", is_flag=True, help="Only partitions that have changes.")
 @with_target
 def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
@@ -58,7 +30,8 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
         for vb_id, seqno in found.items()
         if (not vb_ids or vb_id in vb_ids) and (seqno or not used)
     ]
-    write_rows(_table_or_plain(target), [("vb", "vbucket"), ("high_seqno", "high seqno")], rows)
+    columns = [("vb", "partition"), ("high_seqno", "high seqno")]
+    target.show_rows(columns, rows, "no partition has changes yet; dcpctl set KEY VALUE makes one")
 
 
 @click.command(
@@ -66,64 +39,17 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
     help=help_text(
         "Show the versions of a partition, newest first. Each is a branch of its history, with the"
         " seqno at which it began.",
-        "dcpctl failover-log 17",
-        "dcpctl failover-log 17 -o json",
+        "dcpctl failover-log --vb 17",
+        "dcpctl failover-log --vb 17 -o json",
     ),
 )
-@click.argument("vb_id", metavar="VB", type=_VBUCKET)
+@with_vb
 @with_target
 def failover_log(*, target: Target, vb_id: int) -> None:
     """Show the versions of a partition, newest first."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         versions = kv.version_log(vb_id)
-    write_rows(
-        _table_or_plain(target),
+    target.show_rows(
         [("vb_uuid", "vb_uuid"), ("seqno", "began at seqno")],
         [(str(vb_uuid), seqno) for vb_uuid, seqno in versions],
     )
-
-
-@click.command(
-    "status",
-    help=help_text(
-        "Show the server's version, state and content.", "dcpctl status", "dcpctl status -o json"
-    ),
-)
-@with_target
-def status(*, target: Target) -> None:
-    """Show the server's version, state and content."""
-    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
-        stats = kv.stats()
-    states = {
-        name: int(count)
-        for name in ("active", "replica", "pending", "dead")
-        if (count := stats.get(f"vb_{name}_num", "0")) != "0"
-    }
-    document = {
-        "server": target.address.node,
-        "version": stats.get("version", ""),
-        "uptime_s": _number(stats, "uptime"),
-        "durability": stats.get("ep_durability", ""),
-        "data": stats.get("ep_data_folder", ""),
-        "items": _number(stats, "curr_items"),
-        "partitions": states,
-        "connections": _number(stats, "curr_connections"),
-        "producers": _number(stats, "ep_dcp_producers"),
-        "streams": _number(stats, "ep_dcp_streams"),
-        "cas_ahead": _number(stats, "ep_cas_ahead_vbuckets"),
-    }
-    mode = _table_or_plain(target)
-    if mode == "json":
-        write_json(document)
-        return
-    document["partitions"] = ", ".join(f"{count} {name}" for name, count in states.items())
-    if mode == "table":
-        rows = [(heading, document[name]) for name, heading in _STATUS_ROWS]
-        write_rows("table", [("name", ""), ("value", "")], rows)
-    else:
-        write_rows("plain", [("name", ""), ("value", "")], list(document.items()))
-
-
-def _number(stats: dict[str, str], name: str) -> int | None:
-    text = stats.get(name, "")
-    return int(text) if text.isdigit() else None

@@ -15,8 +15,8 @@ import click
 
 from clients.cli.admin_api import admin_of
 from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_rows
-from vbucket.model.ids import NUM_VBUCKETS
+from clients.cli.output import write_json, write_rows
+from clients.cli.partitions.vb_option import with_vbs
 
 TIMEOUT_S: Final = 3600.0
 """The server answers when compaction is done. A store of many gigabytes takes long."""
@@ -40,11 +40,11 @@ _ROWS: Final = (
         " worth it; this command does it now and waits. The store's file does not shrink, but the"
         " free space is reused.",
         "dcpctl compact",
-        "dcpctl compact 17 18",
+        "dcpctl compact --vb 17,20-29",
         "dcpctl compact --history 0s --purge-age 0s",
     ),
 )
-@click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
+@with_vbs
 @click.option(
     "--history", metavar="TIME", help="Replaces the setting history_window; 0s keeps no history."
 )
@@ -60,7 +60,7 @@ def compact(
     body = {"vbs": list(vb_ids) or None, "history": history, "purge_age": purge_age}
     given = {name: value for name, value in body.items() if value is not None}
     report: dict[str, Any] = admin_of(target).request("POST", "/api/v1/compact", given)
-    mode = target.output_or("table" if is_terminal() else "plain")
+    mode = target.rows_mode
     if mode == "json":
         write_json(report)
         return

@@ -8,22 +8,23 @@ from typing import Any
 import click
 
 from clients.cli.admin_api import AdminRequestError, admin_of
-from clients.cli.dcpctl import EXIT_PARTIAL, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_PARTIAL, Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from clients.cli.partitions.vb_option import with_vb, with_vbs
+from vbucket.model.ids import SEQNO_MAX
 
-_VBUCKET = click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
 _SEQNO = click.IntRange(0, SEQNO_MAX)
 
 
 @click.group(
+    cls=Verbs,
     help=help_text(
         "Operate on a partition, or test how consumers react to a rollback, failover or purge.",
-        "dcpctl vb branch 17 --at 5",
-        "dcpctl vb failover 17 --lose 3",
-        "dcpctl vb purge 17",
-        "dcpctl vb state 17 dead",
-        "dcpctl vb dump 17 --at 1000",
+        "dcpctl vb branch --vb 17 --at 5",
+        "dcpctl vb failover --vb 17 --lose 3",
+        "dcpctl vb purge --vb 17",
+        "dcpctl vb state dead --vb 17",
+        "dcpctl vb dump --vb 17 --at 1000",
         "dcpctl vb mend-cas",
     ),
 )
@@ -37,12 +38,12 @@ def vb() -> None:
         "Branch a partition's history: undo the changes above the seqno, and start a new version."
         " Consumers that saw more get a ROLLBACK. A partition can go back to any seqno at or above"
         " its history floor (stat vbucket-seqno), and to 0.",
-        "dcpctl vb branch 17 --at 5",
-        "dcpctl vb branch 17 --at 5 --or-zero",
-        "dcpctl failover-log 17",
+        "dcpctl vb branch --vb 17 --at 5",
+        "dcpctl vb branch --vb 17 --at 5 --or-zero",
+        "dcpctl failover-log --vb 17",
     ),
 )
-@_VBUCKET
+@with_vb
 @click.option(
     "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
     help="Last seqno to keep.",
@@ -58,7 +59,7 @@ def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
     answer = _done(target, vb_id, "branch", body)
     if answer.get("reason") and target.output_or("plain") != "json":
         write_raw(f"back to 0: {answer['reason']}\n".encode())
-    _show_version(target, answer, f"vbucket {vb_id} branched")
+    _show_version(target, answer, f"partition {vb_id} branched")
 
 
 @vb.command(
@@ -67,17 +68,17 @@ def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
         "Simulate the promotion of a replica: the partition gets a new version at its high seqno,"
         " and its streams end with reason 2 (state changed). With --lose, the replica was N changes"
         " behind, so these are undone first.",
-        "dcpctl vb failover 17",
-        "dcpctl vb failover 17 --lose 3",
+        "dcpctl vb failover --vb 17",
+        "dcpctl vb failover --vb 17 --lose 3",
     ),
 )
-@_VBUCKET
+@with_vb
 @click.option("--lose", type=_SEQNO, default=0, metavar="N", help="Undo the last N changes.")
 @with_target
 def failover(*, target: Target, vb_id: int, lose: int) -> None:
     """Simulate the promotion of a replica."""
     answer = _done(target, vb_id, "failover", {"lose": lose})
-    _show_version(target, answer, f"vbucket {vb_id} failed over")
+    _show_version(target, answer, f"partition {vb_id} failed over")
 
 
 @vb.command(
@@ -86,17 +87,17 @@ def failover(*, target: Target, vb_id: int, lose: int) -> None:
         "Purge the deletions up to a seqno. Consumers below it are rolled back to 0, because they"
         " may have missed a deletion. The partition can no longer go back below it, except to 0."
         " The next compaction drops the deletions. The change at the high seqno is never purged.",
-        "dcpctl vb purge 17",
-        "dcpctl vb purge 17 --upto 5",
+        "dcpctl vb purge --vb 17",
+        "dcpctl vb purge --vb 17 --upto 5",
     ),
 )
-@_VBUCKET
+@with_vb
 @click.option("--upto", type=_SEQNO, metavar="SEQNO", help="Default: as far as possible.")
 @with_target
 def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
     """Purge deletions."""
     answer = _done(target, vb_id, "purge", {} if upto is None else {"upto": upto})
-    _show(target, answer, f"vbucket {vb_id} purged up to seqno {answer['purge_seqno']}")
+    _show(target, answer, f"partition {vb_id} purged up to seqno {answer['purge_seqno']}")
 
 
 @vb.command(
@@ -105,17 +106,17 @@ def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
         "Set the state of a partition. If it is not active, it answers NOT_MY_VBUCKET. If it is"
         " neither active nor replica, its streams end with reason 2 (state changed). Becoming"
         " active starts a new version.",
-        "dcpctl vb state 17 dead",
-        "dcpctl vb state 17 active",
+        "dcpctl vb state dead --vb 17",
+        "dcpctl vb state active --vb 17",
     ),
 )
-@_VBUCKET
+@with_vb
 @click.argument("state", type=click.Choice(["active", "replica", "pending", "dead"]))
 @with_target
 def set_state(*, target: Target, vb_id: int, state: str) -> None:
     """Set the state of a partition."""
     answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
-    _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
+    _show(target, answer, f"partition {vb_id} is {state} (it was {answer['before']})")
 
 
 @vb.command(
@@ -124,13 +125,13 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
         "Reset the CAS of partitions to the clock if it is further ahead than the setting"
         " cas_drift_max. (Older servers accepted any CAS with SET_WITH_META and continued from it.)"
         " Affected documents get a new version with the same content, which consumers see as a"
-        " change. Clients that hold an old CAS must read again. Without VB: all affected"
+        " change. Clients that hold an old CAS must read again. Without --vb: all affected"
         " partitions (`dcpctl status -o json` counts them as cas_ahead).",
         "dcpctl vb mend-cas",
-        "dcpctl vb mend-cas 17 528",
+        "dcpctl vb mend-cas --vb 17,528",
     ),
 )
-@click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
+@with_vbs
 @with_target
 def mend_cas(*, target: Target, vb_ids: tuple[int, ...]) -> None:
     """Reset the CAS of partitions to the clock."""
@@ -138,7 +139,7 @@ def mend_cas(*, target: Target, vb_ids: tuple[int, ...]) -> None:
     for vb_id in chosen:
         answer = _done(target, vb_id, "mend-cas", {})
         changed = f"{answer['documents']} documents and {answer['deletions']} deletions"
-        _show(target, answer, f"vbucket {vb_id}: {changed} have a new CAS")
+        _show(target, answer, f"partition {vb_id}: {changed} have a new CAS")
     if not chosen and target.output_or("plain") != "json":
         write_raw(b"no partition's CAS is too far ahead\n")
 
@@ -153,7 +154,8 @@ def _done(
 
 def _show_version(target: Target, answer: dict[str, Any], done: str) -> None:
     undone = answer["undone_seqnos"]
-    version = f"{undone} changes undone; new version {answer['vb_uuid']}"
+    changes = "1 change" if undone == 1 else f"{undone:,} changes"
+    version = f"{changes} undone; new version {answer['vb_uuid']}"
     _show(target, answer, f"{done} at seqno {answer['seqno']}, {version}")
 
 
@@ -171,11 +173,11 @@ def _show(target: Target, answer: dict[str, Any], line: str) -> None:
         " Later changes do not appear in the output. The default is the committed state. --at"
         " selects an earlier state, as far back as the partition's history reaches. The seqno and"
         " version go to stderr.",
-        "dcpctl vb dump 17",
-        "dcpctl vb dump 17 --at 1000 > before.ndjson",
+        "dcpctl vb dump --vb 17",
+        "dcpctl vb dump --vb 17 --at 1000 > before.ndjson",
     ),
 )
-@_VBUCKET
+@with_vb
 @click.option(
     "--at", "at_seqno", type=click.IntRange(0, SEQNO_MAX), metavar="SEQNO",
     help="Print the state as of this seqno.",
@@ -187,7 +189,7 @@ def dump(*, target: Target, vb_id: int, at_seqno: int | None) -> None:
     admin = admin_of(target, vb_id=vb_id)
     with admin.lines(path if at_seqno is None else f"{path}?at={at_seqno}") as answer:
         seqno, vb_uuid = answer.headers["dcpd-seqno"], answer.headers["dcpd-vb-uuid"]
-        click.echo(f"vbucket {vb_id} as of seqno {seqno}, version {vb_uuid}", err=True)
+        click.echo(f"partition {vb_id} as of seqno {seqno}, version {vb_uuid}", err=True)
         for line in answer:
             if line.startswith(b'{"error"'):
                 raise _incomplete(line)

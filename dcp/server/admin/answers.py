@@ -162,7 +162,7 @@ def vb_of(request: Request) -> int:
     if vb_id is None:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
-            f"there is no vbucket {text[:30]}",
+            f"there is no partition {text[:30]}",
             why=f"vbuckets are numbered 0 to {NUM_VBUCKETS - 1}",
             try_this="dcpctl seqnos lists them",
         )

@@ -6,6 +6,7 @@ among the running requests (`crowd`). /livez and /readyz need only the first one
 
 from __future__ import annotations
 
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from dcp.server.admin.routes import user_routes as users
 from dcp.server.admin.routes.fault_routes import guarded
 from dcp.server.config.sources import is_loopback
 from dcp.server.net.crowd import Crowd, Places, TooManyError
+from dcp.server.observe.tracing import Facts
 from dcp.session.access.rights import Rights, Role
 
 if TYPE_CHECKING:
@@ -61,9 +63,9 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return all routes."""
     described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
-        *partitions.routes(parts.operations),
+        *partitions.at_the_master(partitions.routes(parts.operations), parts.config),
         *storage.routes(parts.operations),
-        *dump.routes(parts.dumps),
+        *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
@@ -129,7 +131,9 @@ class _PageGuard:
             refusal = _framing_refusal(scope["headers"])
         send = partial(_send_safely, send)
         if refusal is None:
+            began_s = time.monotonic()
             await self._app(scope, receive, send)
+            self._door.trace(scope, time.monotonic() - began_s)
             return
         from starlette.requests import Request
 
@@ -203,6 +207,14 @@ class _RequestGuard:
         self._refusals = parts.refusals
         self._crowd = crowd
         self._paths = list(dict.fromkeys(paths))
+
+    def trace(self, scope: Scope, seconds: float) -> None:
+        """Make the span of a request that was answered; probes have none."""
+        tracing, route = self._meter.tracing, scope.get("route")
+        if tracing is not None and route is not None and route.path not in probes.HEALTH_PATHS:
+            parent = dict(scope["headers"]).get(b"traceparent", b"")
+            facts: Facts = {"http.request.method": scope["method"], "http.route": route.path}
+            tracing.request(f"{scope['method']} {route.path}", seconds, parent, facts)
 
     def with_login(self, route: RouteSpec) -> Handler:
         """Return a handler that checks login and role, and audits changes.

@@ -59,12 +59,29 @@ class NoMembers(Struct, forbid_unknown_fields=True):
 # -- partitions ------------------------------------------------------------------------------------
 
 
+class SentOn(Struct):
+    """Another node serves the partition."""
+
+    location: Annotated[str, Meta(description="The same request there.")]
+
+
 class BranchRequest(Struct, forbid_unknown_fields=True):
     """Where to branch."""
 
     at: Annotated[Seqno, Meta(description="The last seqno that stays.")]
     or_zero: Annotated[
         bool | None, Meta(description="Branch at 0 if the history does not reach back to `at`.")
+    ] = None
+
+
+class BranchManyRequest(Struct, forbid_unknown_fields=True):
+    """Where to branch partitions of this node: `at`, or `fraction`."""
+
+    vbs: list[VbId]
+    at: Annotated[Seqno | None, Meta(description="The last seqno that stays, in each.")] = None
+    fraction: Annotated[
+        float | None,
+        Meta(description="Undo this part of each one's changes, the newest: above 0, to 1."),
     ] = None
 
 
@@ -357,6 +374,13 @@ class SettingRow(Struct):
     value: Annotated[str, Meta(description="As a user would write it.")]
     default: str
     meaning: str
+    is_live: Annotated[bool, Meta(description="It can be changed while the server runs.")]
+
+
+class SettingValue(Struct, forbid_unknown_fields=True):
+    """A new value of a setting."""
+
+    value: Annotated[str, Meta(description="As a user would write it.")]
 
 
 class SettingTable(Struct):

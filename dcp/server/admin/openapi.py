@@ -42,6 +42,7 @@ PATH_FIELDS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "bucket": ("The name of the bucket: the setting bucket.", {"type": "string"}),
     "scope": ("The name of a scope.", {"type": "string"}),
     "collection": ("The name of a collection.", {"type": "string"}),
+    "key": ("The key of a setting.", {"type": "string"}),
 }
 """Field of a path -> meaning and schema."""
 _TAGS: Final = (

@@ -55,6 +55,7 @@ from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedE
 from dcp.server.observe.meter import ClusterMeter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
@@ -194,6 +195,7 @@ class ReplicatedNode:
             now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.master
+        self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
@@ -643,7 +645,24 @@ class ReplicatedNode:
             )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
-        self._log.info("branch decided", **ended._asdict())
+        self._log.info(
+            "branch decided", vb_id=ended.vb_id, version=str(ended.vb_uuid),
+            undone=ended.undone.seqnos, reason=ended.why_not or "all copies in sync rolled back",
+        )  # fmt: skip
+        self.branches.ended(ended)
+
+    async def lose(self, vb_id: int, at_seqno: int) -> None:
+        """Undo what answered writes changed above a seqno, with the receipt of an unclean election.
+
+        Raises BranchRefusedError, BranchUnknownError.
+        """
+        part = self._parts.engine.partitions[vb_id]
+        versions = tuple(part.failover.pairs())
+        report = await self.branches.branch(vb_id, at_seqno)
+        answered = at_seqno + report.undone_seqnos
+        self._election_loss(
+            ElectionLoss(vb_id, part.leader_epoch, versions, at_seqno, committed_seqno=answered)
+        )
 
     def _step(self, _effect: StepDue) -> None:
         self._steps.do_when_due(self._later)

@@ -183,6 +183,27 @@ class Settings(ServerSettings, frozen=True, kw_only=True):
             600,
         ),
     ] = 3.0
+    otel: Annotated[
+        Literal["off", "on"],
+        Option(
+            "Send spans to OpenTelemetry: slow commands, stream requests, and requests of the "
+            "admin interface. The variables OTEL_EXPORTER_OTLP_ENDPOINT and others say where. "
+            "Needs the extra otel.",
+            read_choice,
+            "on|off",
+            choices=("off", "on"),
+        ),
+    ] = "off"
+    otel_slow_s: Annotated[
+        float,
+        Option(
+            "Commands that take so long, with what was sent along with them, get a span; 0: all.",
+            read_duration,
+            "TIME",
+            0,
+            3600,
+        ),
+    ] = 0.1
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(

@@ -69,6 +69,18 @@ class ClusterConfig:
         host = node.host or self._host
         return f"[{host}]:{node.kv_port}" if ":" in host else f"{host}:{node.kv_port}"
 
+    def admin_elsewhere(self, vb_id: int, *, is_tls: bool) -> str:
+        """Return host and port of the admin interface of a partition's master; "": it is this
+        node, or there is none.
+        """
+        master = self._map.chains[vb_id][0]
+        if master in {NO_NODE, self._map.this_node}:
+            return ""
+        node = self._map.nodes[master]
+        port = node.admin_tls_port if is_tls else node.admin_port
+        host = node.host or self._host
+        return "" if not port else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def config_version(self) -> tuple[int, int]:
         """Return (revEpoch, rev)."""
         return self._map.rev_epoch, self._map.rev

@@ -30,12 +30,14 @@ from dcp.server.observe.slow_operations import (
     SlowOperation,
     command_of,
 )
+from dcp.server.observe.tracing import Facts, Tracing
 from dcp.server.storage.committer import Committer
 from dcp.session.access.auth import AuthStep
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import NEWS_WAIT_NS
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
+from dcp.stream.hub import BatchTrace
 from dcp.stream.snapshots import Message
 from vbucket.engine.engine import Engine
 
@@ -139,6 +141,8 @@ class ClientConnection(asyncio.Protocol):
         self._has_pumped = False
         """Whether messages were pumped since it was set."""
         self._is_aborted = self._owes_map = False
+        self._traced = BatchTrace()
+        """Of the newest batch."""
         self._has_begun = False
         self._is_new = True
         """Whether it is among the newcomers."""
@@ -211,6 +215,8 @@ class ClientConnection(asyncio.Protocol):
                 sender.heard(self.heard_ns)
             if self._replication is not None:
                 self._replication.before_commands(self.heard_ns)
+            if self._meter.tracing is not None:
+                self._meter.tracing.begin(self._traced)
             self.session.receive(data, time.time_ns())
             if self._replication is not None and self._was_acknowledgement:
                 self._replication.after_acknowledgement()
@@ -420,10 +426,20 @@ class ClientConnection(asyncio.Protocol):
     def _answered(self, answers: bytes, seconds: float) -> None:
         """Measure how long a batch of commands took, and keep it if it was slow."""
         self._meter.answer_seconds.observe(seconds)
+        if self._meter.tracing is not None:
+            self._trace(self._meter.tracing, answers, seconds)
         if seconds >= SLOW_S:
             what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
             user = self.session.state.user or ""
             self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))
+
+    def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
+        """Make the spans of a batch that was answered."""
+        facts: Facts = {"client.address": self.peer, "enduser.id": self.session.state.user or ""}
+        if isinstance(self.session, Session):
+            tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
+        else:
+            tracing.answered(TEXT_COMMAND, b"", seconds, self._traced, facts)
 
     def _go_on_soon(self) -> None:
         """Continue with what is left in the session's buffer, unless something else will do so: a
@@ -492,6 +508,8 @@ class ClientConnection(asyncio.Protocol):
         if state.is_full and may_go_on and not self._must_wait:
             if self._replication is not None:
                 self._replication.before_commands(elapsed_ns())
+            if self._meter.tracing is not None:
+                self._meter.tracing.begin(self._traced)
             self.session.resume(time.time_ns())
             self._after_commands()
         else:

@@ -23,12 +23,23 @@ from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import NodeFacts
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
 
 CONSOLE: Final = "web console"
 """Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""
 Notes = list[tuple[str, dict[str, object]]]
 """(event, fields), as in SessionState.notes."""
+
+
+_NAMES_OF: Final[dict[str, dict[object, str]]] = {
+    "opcode": {int(opcode): opcode.name for opcode in Opcode},
+    "status": {int(status): status.name for status in Status},
+}
+"""Field of a note -> number -> the name that people know."""
+_OLDER_MAP: Final = Status.NOT_MY_VBUCKET.name
+"""Every client gets it that has an older map: nothing is wrong."""
 
 
 class Sessions:
@@ -108,7 +119,12 @@ class Sessions:
             self._meter.noted(event, fields)
             if event == "denied":
                 self._access.denied(peer, fields)
-            self._refusals.write(event, peer_host, peer=peer, **fields)
+            for name in _NAMES_OF.keys() & fields.keys():
+                fields[name] = _NAMES_OF[name].get(fields[name], fields[name])
+            if fields.get("status") == _OLDER_MAP:
+                self._log.debug(event, peer=peer, **fields)
+            else:
+                self._refusals.write(event, peer_host, peer=peer, **fields)
         self._meter.suppressed_log_lines += left_out
 
     def backfill_failed(self, peer: str, damage: str) -> None:

@@ -49,6 +49,10 @@ class EventLog:
         self.lines: deque[KeptLine] = deque(maxlen=LINES_KEPT)
         """The last ones, the newest at the end."""
 
+    def set_level(self, level: str) -> None:
+        """Log from this level on, one of LEVELS."""
+        self._logger.setLevel(LEVELS[level])
+
     def debug(self, event: str, **fields: object) -> None:
         """Log what only matters for finding a bug."""
         self._write(logging.DEBUG, event, fields)

@@ -14,6 +14,7 @@ from typing import Final
 
 from dcp.server.observe.last_rollbacks import LastRollbacks
 from dcp.server.observe.slow_operations import SLOW_S, SlowOperation, SlowOperations
+from dcp.server.observe.tracing import Tracing
 from dcp.wire.status import Status
 
 REFUSAL_KINDS: Final = ("log_full", "read_only", "enrolling", "store_behind")
@@ -94,6 +95,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.cluster = ClusterMeter()
+        self.tracing: Tracing | None = None
+        """None: nobody makes spans (setting otel)."""
         self.slow = SlowOperations()
         self.last_rollbacks = LastRollbacks()
         self.received_bytes = 0

@@ -55,6 +55,13 @@ class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
     unclean: Annotated[
         bool, Meta(description="Elect a copy that is not in sync. Answered changes may be lost.")
     ] = False
+    lose: Annotated[
+        Count,
+        Meta(
+            description="Undo so many of the newest changes of `vb` first, as an unclean election "
+            "does: in test mode only. Ask the node that is its master."
+        ),
+    ] = 0
     shown_vbs: Annotated[
         list[VbId] | None,
         Meta(

@@ -7,6 +7,7 @@ and faults act at once and are not stored.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,10 @@ from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
+from dcp.server.operate.replicated_branches import BranchUnknownError, ReplicatedBranches
 from dcp.server.operate.reports import (
+    BranchManyReport,
+    BranchRefusal,
     BranchReport,
     ExplainReport,
     FaultRow,
@@ -46,7 +50,8 @@ from failover.rules.rollback import Question
 from vbucket.engine import lifecycle
 from vbucket.engine.engine import Engine
 from vbucket.engine.mending import Mending
-from vbucket.engine.partition import Branch, FloorError, VbState
+from vbucket.engine.partition import Branch, BranchRefusedError, FloorError, VbState
+from vbucket.store.environment import StoreDamagedError
 
 MERGE_WAIT_S: Final = 1.0
 """How long to wait for a merge before the memtable is checked again."""
@@ -79,8 +84,11 @@ class Operations:
         log: EventLog,
         *,
         kick: Callable[[], None],
+        copies: ReplicatedBranches | None = None,
     ) -> None:
-        """`kick` has the committer write what is pending."""
+        """`kick` has the committer write what is pending. `copies`: what branches partitions that
+        have copies; None on a node alone.
+        """
         self._engine = engine
         self._connections = connections
         self._merging = merging
@@ -92,14 +100,17 @@ class Operations:
         self._meter = meter
         self._log = log
         self._kick = kick
+        self._copies = copies
 
     # -- partitions ------------------------------------------------------------------------------
 
     async def branch(self, vb_id: int, at_seqno: int) -> BranchReport:
-        """Branch a partition's history. Raises BranchRefusedError, HasCopiesError,
-        WritesRefusedError.
+        """Branch a partition's history, on all its copies. Raises BranchRefusedError,
+        BranchUnknownError, WritesRefusedError.
         """
         self._refuse_while_full()
+        if self._copies is not None:
+            return await self._copies.branch(vb_id, at_seqno)
         branch = lifecycle.branch(self._engine, vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_report(branch)
@@ -108,12 +119,38 @@ class Operations:
         """Branch at a seqno, or at 0 if the history does not reach back that far; then "reason"
         says why.
 
-        Raises BranchRefusedError, HasCopiesError, WritesRefusedError.
+        Raises BranchRefusedError, BranchUnknownError, WritesRefusedError.
         """
         try:
             return await self.branch(vb_id, at_seqno)
         except FloorError as error:
             return msgspec.structs.replace(await self.branch(vb_id, 0), reason=str(error))
+
+    async def branch_many(
+        self, vb_ids: Sequence[int], at_seqno: int | None, fraction: float
+    ) -> BranchManyReport:
+        """Branch partitions together: each at a seqno, or (None) so that `fraction` of its changes
+        is undone, the newest. One that is refused changes nothing for the others.
+
+        Raises WritesRefusedError.
+        """
+        self._refuse_while_full()
+
+        async def one(vb_id: int) -> BranchReport | BranchRefusal:
+            high_seqno = self._engine.partitions[vb_id].high_seqno
+            undone = math.ceil(high_seqno * fraction)
+            try:
+                return await self.branch(
+                    vb_id, high_seqno - undone if at_seqno is None else at_seqno
+                )
+            except (BranchRefusedError, BranchUnknownError, StoreDamagedError) as error:
+                return BranchRefusal(vb_id, str(error))
+
+        answers = await asyncio.gather(*map(one, dict.fromkeys(vb_ids)))
+        return BranchManyReport(
+            [answer for answer in answers if isinstance(answer, BranchReport)],
+            [answer for answer in answers if isinstance(answer, BranchRefusal)],
+        )
 
     async def failover(self, vb_id: int, lost_seqnos: int) -> BranchReport:
         """Simulate a promotion: a new version begins, and streams end with STATE_CHANGED.

@@ -75,7 +75,7 @@ class Dumps:
                     yield b"".join(lines)
                 await asyncio.sleep(0)
         except (ViewInvalidError, StoreDamagedError) as error:
-            what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is incomplete"
+            what = f"the dump of partition {view.vb_id} as of seqno {view.seqno} is incomplete"
             yield _packed({"error": {"what": what, "why": str(error), "try": "dump it again"}})
         finally:
             self._views.close(view)

@@ -43,6 +43,20 @@ class BranchReport(Struct, kw_only=True):
     ] = None
 
 
+class BranchRefusal(Struct):
+    """A partition that was not branched."""
+
+    vb: VbId
+    why: str
+
+
+class BranchManyReport(Struct):
+    """What became of many branches."""
+
+    branched: list[BranchReport]
+    refused: list[BranchRefusal]
+
+
 class StateReport(Struct):
     """The state of a partition before and after a change."""
 

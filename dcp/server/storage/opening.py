@@ -82,7 +82,7 @@ class Storage:
 
     def tell(self, log: EventLog) -> None:
         """Log what recovery found, and the memory of the item cache."""
-        log.info("item cache", bytes=self.cache_size.bytes_max, why=self.cache_size.reason)
+        log.debug("item cache", bytes=self.cache_size.bytes_max, why=self.cache_size.reason)
         if self.torn is not None:
             log.warning("torn tail cut from the log", **self.torn._asdict())
         if self.rewritten_bytes:

@@ -11,7 +11,7 @@ from dcp.session.replication_port import ReplicationError
 from dcp.stream.pins import allowed
 from failover.coordinator.effects import Notice
 from failover.metadata.metastore import OutcomeUnknown
-from failover.replication.effects import BranchEnded, StepDue
+from failover.replication.effects import BranchEnded, StepDue, Undone
 from failover.replication.handover import (
     DRAINED_NS_MAX,
     FOLLOWED_NS_MAX,
@@ -25,7 +25,7 @@ from failover.replication.messages import FORMAT, Greeting, encode
 from failover.rules.isr import CONFIRMATION_NS, ELECTION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import BranchRefusedError, VbState
 
 S = 1000 * MS
 LONG = PROMOTED_WAIT_NS + 200 * MS
@@ -215,17 +215,21 @@ def test_a_partition_is_taken_over_only_as_it_was_handed_over(vb_uuid: int, seqn
 def test_a_branch_that_cannot_begin_is_refused() -> None:
     cluster = serving()
     leading = cluster.a.core.master
-    assert "ask its master" in cluster.b.core.master.want_branch(VB, 1, 99)
-    assert "a branch cannot begin at 4" in leading.want_branch(VB, 4, 99)
+    with pytest.raises(BranchRefusedError, match="ask its master"):
+        cluster.b.core.master.want_branch(VB, 1, 99)
+    with pytest.raises(BranchRefusedError, match="a branch cannot begin at 4"):
+        leading.want_branch(VB, 4, 99)
     cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
-    assert "its history floor is 2" in leading.want_branch(VB, 1, 99)
-    assert leading.want_branch(VB, 2, 99) == ""
-    assert "another branch" in leading.want_branch(VB, 2, 98)
+    with pytest.raises(BranchRefusedError, match="its history floor is 2"):
+        leading.want_branch(VB, 1, 99)
+    leading.want_branch(VB, 2, 99)
+    with pytest.raises(BranchRefusedError, match="another branch"):
+        leading.want_branch(VB, 2, 98)
 
 
 def test_branch_is_in_the_record_first_and_answered_last() -> None:
     cluster = serving("abc")
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.tick()
     assert cluster.a.part.high_seqno == 3, "nobody rolls back before the record says so"
     cluster.a.answer()
@@ -241,7 +245,7 @@ def test_branch_is_in_the_record_first_and_answered_last() -> None:
     cluster.show(cluster.nodes["c"])
     cluster.run(500 * MS)
     assert cluster.record.branch is None
-    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "")]
+    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "", Undone(2, 2))]
     for node in cluster.nodes.values():
         assert node.part.high_seqno == 1
         assert node.part.failover.upper_of(99, 1) is not None
@@ -249,7 +253,7 @@ def test_branch_is_in_the_record_first_and_answered_last() -> None:
 
 def test_a_new_master_finishes_a_branch() -> None:
     cluster = serving()
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.tick()
     cluster.a.answer()
     cluster.write(elect(cluster.record, "b"))
@@ -257,12 +261,14 @@ def test_a_new_master_finishes_a_branch() -> None:
     assert cluster.record.branch is None
     assert cluster.b.part.high_seqno == 1
     assert 99 in dict(cluster.b.part.failover.pairs())
-    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "")], "it is done everywhere"
+    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "", Undone(2, 2))], (
+        "it is done everywhere"
+    )
 
 
 def test_a_branch_that_is_not_in_the_record_is_not_done() -> None:
     cluster = serving()
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.write(elect(cluster.record, "b"))
     (ended,) = cluster.a.told(BranchEnded)
     assert "not its master any more" in ended.why_not
@@ -270,11 +276,31 @@ def test_a_branch_that_is_not_in_the_record_is_not_done() -> None:
     assert cluster.b.part.high_seqno == 3
 
 
+def test_a_branch_can_be_withdrawn_until_its_record_is_written() -> None:
+    cluster = serving()
+    leading = cluster.a.core.master
+    leading.want_branch(VB, 1, 99)
+    assert not leading.withdraw_branch(VB, 98), "nobody asked for that one"
+    assert leading.withdraw_branch(VB, 99)
+    assert not leading.withdraw_branch(VB, 99)
+    assert not cluster.a.part.pins
+    cluster.run(LONG)
+    assert (cluster.record.branch, cluster.a.part.high_seqno) == (None, 3)
+    leading.want_branch(VB, 1, 97)
+    cluster.tick()
+    assert not leading.withdraw_branch(VB, 97), "the write of the record is on its way"
+    cluster.a.answer()
+    assert not leading.withdraw_branch(VB, 97), "whoever is master finishes it"
+    cluster.show(cluster.b)
+    cluster.run(LONG)
+    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 97, "", Undone(2, 2))]
+
+
 def test_no_floor_rises_above_a_branch_that_is_wanted() -> None:
     cluster = serving()
     part = cluster.a.part
     cluster.a.merge()
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.tick(ns=MS)
     assert allowed(part, 3, 0, ()).floor == 1, "the record does not say so yet"
     cluster.a.answer()
@@ -287,26 +313,25 @@ def test_branch_below_floor_that_only_replica_has_is_refused() -> None:
     cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # a former master told it, and died
     cluster.wires[0].cut()
     cluster.run(LONG)
-    assert "member b keeps every version from seqno 2" in cluster.a.core.master.want_branch(
-        VB, 1, 99
-    )
-    assert cluster.a.core.master.want_branch(VB, 2, 99) == ""
+    with pytest.raises(BranchRefusedError, match="member b keeps every version from seqno 2"):
+        cluster.a.core.master.want_branch(VB, 1, 99)
+    cluster.a.core.master.want_branch(VB, 2, 99)
 
 
 def test_a_branch_that_became_impossible_is_not_written() -> None:
     cluster = serving()
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
     cluster.run(200 * MS)
     assert cluster.record.branch is None
     (ended,) = cluster.a.told(BranchEnded)
     assert "cannot go back to 1" in ended.why_not
-    assert cluster.a.core.master.want_branch(VB, 2, 98) == "", "another one can be asked for"
+    cluster.a.core.master.want_branch(VB, 2, 98)  # another one can be asked for
 
 
 def test_master_that_cannot_branch_undoes_nothing_and_says_so() -> None:
     cluster = serving()
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.tick()
     cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # no rule allows it
     cluster.a.answer()

@@ -177,7 +177,7 @@ def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
         cluster.a.put(key)
     cluster.run(200 * MS)
     cluster.b.engine.keyspace.raise_floor(VB, 3, 0)
-    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
+    cluster.a.core.master.want_branch(VB, 1, 99)
     cluster.run(300 * MS)
     assert (cluster.a.part.high_seqno, cluster.b.part.high_seqno) == (1, 3)
     assert cluster.record.isr == {"a", "b", "c"}

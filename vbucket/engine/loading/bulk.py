@@ -424,7 +424,7 @@ def _problem_of(row: BulkRow, vb_id: int) -> str:
     if row.extras_bytes not in _EXTRAS_BYTES[row.opcode]:
         return f"{row.extras_bytes} bytes of extras do not fit opcode 0x{row.opcode:02x}"
     if row.vb_id != vb_id:
-        return f"it is of vbucket {row.vb_id}, the packet of {vb_id}"
+        return f"it is of partition {row.vb_id}, the packet of {vb_id}"
     if not 1 < row.key_bytes <= _KEY_BYTES_MAX:
         return f"a key has 2 to {_KEY_BYTES_MAX} bytes with its collection id, not {row.key_bytes}"
     value_bytes = row.body_bytes - row.extras_bytes - row.key_bytes

@@ -46,7 +46,7 @@ def routes(dumps: Dumps) -> list[RouteSpec]:
         except ViewRefusedError as error:
             raise AdminError(
                 HTTPStatus.CONFLICT,
-                f"vbucket {vb_id} cannot be dumped",
+                f"partition {vb_id} cannot be dumped",
                 why=str(error),
                 try_this="dcpctl seqnos shows how far each partition is",
             ) from error

@@ -47,7 +47,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
     async def add(request: Request) -> Response:
         body = await read_body(request, FaultRequest)
         if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
-            raise invalid(f"there is no vbucket {body.vb}")
+            raise invalid(f"there is no partition {body.vb}")
         rollback_seqno = body.rollback_seqno or 0
         if not 0 <= rollback_seqno <= SEQNO_MAX:
             raise invalid('"rollback_seqno" must fit into 64 bits')

@@ -2,8 +2,10 @@
 
     POST /api/v1/vbuckets/{vb}/branch, failover, state, purge, mend-cas
     POST /api/v1/vbuckets/{vb}/explain-rollback
+    POST /api/v1/vbuckets/branch     many partitions of this node
 
-Each change is answered when it is durable.
+Each change is answered when it is durable. In a cluster, requests about a partition that another
+node serves get 307 with its address there, after the login: `curl --location-trusted` follows.
 """
 
 from __future__ import annotations
@@ -24,15 +26,20 @@ from dcp.server.admin.answers import (
 from dcp.server.admin.bodies import (
     SETTABLE_STATES,
     VERSIONS_MAX,
+    BranchManyRequest,
     BranchRequest,
     ExplainRequest,
     FailoverRequest,
     NoMembers,
     PurgeRequest,
+    SentOn,
     StateRequest,
 )
+from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.operate.operations import Operations, WritesRefusedError
+from dcp.server.operate.replicated_branches import BranchUnknownError
 from dcp.server.operate.reports import (
+    BranchManyReport,
     BranchReport,
     ExplainReport,
     MendReport,
@@ -45,12 +52,14 @@ from failover.rules.rollback import Question
 from vbucket.engine.lifecycle import HasCopiesError, PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError
 from vbucket.engine.partition import BranchRefusedError
-from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from dcp.server.admin.answers import Handler
 
 _PREFIX: Final = "/api/v1/vbuckets/{vb}"
 
@@ -64,14 +73,14 @@ def routes(operations: Operations) -> list[RouteSpec]:
         at_seqno = _seqno(body.at, "at")
         change = operations.branch_or_zero if body.or_zero else operations.branch
         return await _done(
-            change(vb_id, at_seqno), f"vbucket {vb_id} cannot branch at seqno {at_seqno}"
+            change(vb_id, at_seqno), f"partition {vb_id} cannot branch at seqno {at_seqno}"
         )
 
     async def failover(request: Request) -> Response:
         vb_id = vb_of(request)
         lost = _seqno((await read_body(request, FailoverRequest)).lose or 0, "lose")
         return await _done(
-            operations.failover(vb_id, lost), f"vbucket {vb_id} cannot lose {lost} changes"
+            operations.failover(vb_id, lost), f"partition {vb_id} cannot lose {lost} changes"
         )
 
     async def state(request: Request) -> Response:
@@ -80,7 +89,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         wanted = SETTABLE_STATES.get(name)
         if wanted is None:
             raise invalid(f'"state" is one of {", ".join(SETTABLE_STATES)}, not {name!r}')
-        return await _done(operations.set_state(vb_id, wanted), f"vbucket {vb_id} stays as it is")
+        return await _done(operations.set_state(vb_id, wanted), f"partition {vb_id} stays as it is")
 
     async def purge(request: Request) -> Response:
         vb_id = vb_of(request)
@@ -88,13 +97,13 @@ def routes(operations: Operations) -> list[RouteSpec]:
         upto_seqno = None if upto is None else _seqno(upto, "upto")
         return await _done(
             operations.purge(vb_id, upto_seqno),
-            f"vbucket {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
+            f"partition {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
         )
 
     async def mend_cas(request: Request) -> Response:
         vb_id = vb_of(request)
         await read_body(request, NoMembers)
-        return await _done(operations.mend_cas(vb_id), f"vbucket {vb_id} is not mended")
+        return await _done(operations.mend_cas(vb_id), f"partition {vb_id} is not mended")
 
     return [
         RouteSpec(
@@ -117,8 +126,30 @@ def routes(operations: Operations) -> list[RouteSpec]:
             "POST", f"{_PREFIX}/mend-cas", mend_cas, body=NoMembers, answer=MendReport,
             summary="Bring a partition's CAS back to the clock, while writes continue.",
         ),
+        _branch_many_route(operations),
         _explain_route(operations),
     ]  # fmt: skip
+
+
+def _branch_many_route(operations: Operations) -> RouteSpec:
+    async def branch_many(request: Request) -> Response:
+        body = await read_body(request, BranchManyRequest)
+        if (body.at is None) == (body.fraction is None):
+            raise invalid('"at" or "fraction" says how much is undone, and not both')
+        fraction = 0.0 if body.fraction is None else body.fraction
+        if body.fraction is not None and not 0 < fraction <= 1:
+            raise invalid('"fraction" is above 0, and 1 at most')
+        if not all(0 <= vb_id < NUM_VBUCKETS for vb_id in body.vbs):
+            raise invalid(f'"vbs" are partitions, 0 to {NUM_VBUCKETS - 1}')
+        at_seqno = None if body.at is None else _seqno(body.at, "at")
+        return await _done(
+            operations.branch_many(body.vbs, at_seqno, fraction), "no partition was branched"
+        )
+
+    return RouteSpec(
+        "POST", "/api/v1/vbuckets/branch", branch_many, body=BranchManyRequest,
+        answer=BranchManyReport, summary="Branch many partitions that this node serves.",
+    )  # fmt: skip
 
 
 def _explain_route(operations: Operations) -> RouteSpec:
@@ -134,6 +165,29 @@ def _explain_route(operations: Operations) -> RouteSpec:
     )  # fmt: skip
 
 
+def at_the_master(routes: list[RouteSpec], config: ClusterConfig) -> list[RouteSpec]:
+    """Return routes that send requests about another node's partition to that node."""
+    return [
+        route._replace(handler=_sent_on(route, config)) if "{vb}" in route.path else route
+        for route in routes
+    ]
+
+
+def _sent_on(route: RouteSpec, config: ClusterConfig) -> Handler:
+    async def handler(request: Request) -> Response:
+        scheme = request.scope["scheme"]
+        place = config.admin_elsewhere(vb_of(request), is_tls=scheme == "https")
+        if not place:
+            return await route.handler(request)
+        query = request.scope["query_string"].decode("latin-1")
+        target = f"{scheme}://{place}{request.scope['path']}{'?' if query else ''}{query}"
+        answer = json_answer(SentOn(location=target), HTTPStatus.TEMPORARY_REDIRECT)
+        answer.headers["location"] = target
+        return answer
+
+    return handler
+
+
 async def _done(change: Awaitable[Any], what: str) -> Response:
     """Answer with the report of a change, or with why it failed; `what` says what was wanted."""
     try:
@@ -144,6 +198,10 @@ async def _done(change: Awaitable[Any], what: str) -> Response:
             what,
             why=str(error),
             try_this="try again once there is room on the log's disk",
+        ) from error
+    except BranchUnknownError as error:
+        raise AdminError(
+            HTTPStatus.GATEWAY_TIMEOUT, what, why=str(error), try_this="dcpctl failover-log VB"
         ) from error
     except StoreDamagedError as error:
         raise AdminError(

@@ -1,18 +1,31 @@
 """How the server was started, and what it has logged lately: for people without its terminal.
 
-    GET /api/v1/settings     every setting with its value, its default and what it means
-    GET /api/v1/log          the last lines of the log, the newest first
+    GET /api/v1/settings         every setting with its value, its default and what it means
+    PUT /api/v1/settings/{key}   another value, until the server ends; for those of LIVE
+    GET /api/v1/log              the last lines of the log, the newest first
 
-Both need the role admin: they tell paths and addresses.
+All need the role admin: they tell paths and addresses.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
 
-from dcp.server.admin.answers import QueryField, RouteSpec, invalid, json_answer, number_in
-from dcp.server.admin.bodies import LogLine, LogLines, SettingRow, SettingTable
+import msgspec
+
+from dcp.server.admin.answers import (
+    AdminError,
+    QueryField,
+    RouteSpec,
+    invalid,
+    json_answer,
+    number_in,
+    read_body,
+)
+from dcp.server.admin.bodies import LogLine, LogLines, SettingRow, SettingTable, SettingValue
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import OPTIONS, shown
 from dcp.server.observe.event_log import LINES_KEPT, EventLog
@@ -25,21 +38,48 @@ if TYPE_CHECKING:
 PREFIX: Final = "/api/v1"
 _LOGIN: Final = re.compile("//[^/@]*@")
 """User and password in the URL of a metadata store."""
+LIVE: Final[dict[str, Callable[[EventLog, Any], None]]] = {"log_level": EventLog.set_level}
+"""Settings that can change while the server runs -> what makes them so."""
 
 
 def routes(settings: Settings, log: EventLog) -> list[RouteSpec]:
     """Return the routes."""
 
+    def row_of(key: str) -> SettingRow:
+        value, default = shown(settings)[key], shown(Settings())[key]
+        doc = OPTIONS[key][1].doc
+        return SettingRow(key, _LOGIN.sub("//...@", value), default, doc, key in LIVE)
+
     async def table(_request: Request) -> Response:
-        values, defaults = shown(settings), shown(Settings())
-        return json_answer(
-            SettingTable(
-                [
-                    SettingRow(key, _LOGIN.sub("//...@", values[key]), defaults[key], option.doc)
-                    for key, (_, option) in sorted(OPTIONS.items())
-                ]
+        return json_answer(SettingTable([row_of(key) for key in sorted(OPTIONS)]))
+
+    async def change(request: Request) -> Response:
+        nonlocal settings
+        key = request.path_params["key"]
+        wanted = (await read_body(request, SettingValue)).value
+        if key not in OPTIONS:
+            raise AdminError(
+                HTTPStatus.NOT_FOUND,
+                f"there is no setting {key[:60]!r}",
+                why="its name is not among them",
+                try_this="dcpctl config show lists them",
             )
-        )
+        if key not in LIVE:
+            raise AdminError(
+                HTTPStatus.CONFLICT,
+                f"{key} stays as it is",
+                why="it is read when the server starts",
+                try_this=f"restart dcpd with it; live ones: {', '.join(LIVE)}",
+            )
+        field, option = OPTIONS[key]
+        try:
+            value = option.parse(wanted, option)
+        except ValueError as error:
+            raise invalid(f"{key} {error}") from error
+        LIVE[key](log, value)
+        settings = msgspec.structs.replace(settings, **{field: value})
+        log.warning("setting changed", key=key, value=wanted)
+        return json_answer(row_of(key))
 
     async def lines(request: Request) -> Response:
         limit = number_in(request.query_params.get("limit", str(LINES_KEPT)), LINES_KEPT)
@@ -51,7 +91,12 @@ def routes(settings: Settings, log: EventLog) -> list[RouteSpec]:
     return [
         RouteSpec(
             "GET", f"{PREFIX}/settings", table, role=Role.ADMIN, answer=SettingTable,
-            summary="List the settings that the server was started with.",
+            summary="List the settings, as they are now.",
+        ),
+        RouteSpec(
+            "PUT", f"{PREFIX}/settings/{{key}}", change, role=Role.ADMIN, body=SettingValue,
+            answer=SettingRow,
+            summary="Change a setting until the server ends, one with `is_live`.",
         ),
         RouteSpec(
             "GET", f"{PREFIX}/log", lines, role=Role.ADMIN, answer=LogLines,

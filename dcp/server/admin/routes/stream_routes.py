@@ -54,7 +54,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         vb = request.query_params.get("vb")
         vb_id = None if vb is None else number_in(vb, NUM_VBUCKETS - 1)
         if vb is not None and vb_id is None:
-            raise invalid(f"there is no vbucket {vb[:30]}")
+            raise invalid(f"there is no partition {vb[:30]}")
         choice = StreamChoice(request.query_params.get("name"), vb_id)
         return json_answer(StreamList(operations.streams(choice), operations.stream_limits()))
 
@@ -118,7 +118,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
 def _choice_of(body: StreamSelection) -> StreamChoice:
     if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
-        raise invalid(f"there is no vbucket {body.vb}")
+        raise invalid(f"there is no partition {body.vb}")
     return StreamChoice(body.name, body.vb)
 
 

@@ -33,6 +33,7 @@ from dcp.server.operate.cluster_requests import (
     PlanProgress,
     SetRequest,
 )
+from dcp.server.operate.replicated_branches import BranchUnknownError
 from failover.coordinator.plans.plan_steps import progress_of, unseen_members
 from failover.coordinator.plans.request_answers import (
     Answer,
@@ -72,6 +73,7 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
+from vbucket.engine.partition import BranchRefusedError
 from vbucket.model.id_ranges import id_ranges
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -97,9 +99,10 @@ class ChangedMeanwhileError(ClusterRefusedError):
 class ClusterChanges:
     """See the module. Each request raises ClusterRefusedError."""
 
-    def __init__(self, replicated: ReplicatedNode) -> None:
+    def __init__(self, replicated: ReplicatedNode, *, is_test_mode: bool) -> None:
         self._view = replicated.session.view
         self._replicated = replicated
+        self._is_test_mode = is_test_mode
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -168,12 +171,54 @@ class ClusterChanges:
         if asked.vb is not None:
             self._check_partition(asked.vb)
         shown = None if asked.shown_vbs is None else frozenset(asked.shown_vbs)
-        return await self._change(
-            lambda view, stamp: failover(
-                view, stamp, node=asked.node, vb_id=asked.vb, is_unclean=asked.unclean
-            ),
-            is_dry=asked.dry_run, shown=shown,
-        )  # fmt: skip
+
+        def prepare(view: ClusterView, stamp: Stamp) -> Answer:
+            return failover(view, stamp, node=asked.node, vb_id=asked.vb, is_unclean=asked.unclean)
+
+        if not asked.lose:
+            return await self._change(prepare, is_dry=asked.dry_run, shown=shown)
+        report = await self._change(prepare, is_dry=True)  # it refuses what cannot be done
+        note = await self._lose(asked)
+        if not asked.dry_run:
+            report = await self._change(prepare, is_dry=False)
+        return replace(report, notes=[note, *report.notes], has_changes=True)
+
+    async def _lose(self, asked: MasterFailoverRequest) -> str:
+        """Undo the newest changes of a partition on all copies, as if its next master had not had
+        them; say which. The receipt is that of an unclean election.
+        """
+        vb_id, replicated = asked.vb, self._replicated
+        if vb_id is None or asked.unclean:
+            raise ClusterRefusedError(
+                "changes are lost of one partition, and by a failover to a copy in sync",
+                "Name --vb VB, without --unclean", status=HTTPStatus.BAD_REQUEST,
+            )  # fmt: skip
+        if not self._is_test_mode:
+            raise ClusterRefusedError(
+                "a failover that loses answered changes is for tests, and this node is not in test "
+                "mode", "Start the node with --test-mode on", status=HTTPStatus.FORBIDDEN,
+            )  # fmt: skip
+        mastership = replicated.core.master.masterships.get(vb_id)
+        if mastership is None:
+            master = self._view.partitions[vb_id].content.record.master or "nobody"
+            raise ClusterRefusedError(
+                f"this node is not the master of vb {vb_id}, {name_of(self._view, master)} is",
+                "Ask that node",
+            )
+        high_seqno = mastership.part.high_seqno
+        if asked.lose > high_seqno:
+            raise ClusterRefusedError(
+                f"vb {vb_id} ends at seqno {high_seqno}; it cannot lose {asked.lose} changes"
+            )
+        at_seqno = high_seqno - asked.lose
+        note = f"changes {at_seqno + 1} to {high_seqno} of vb {vb_id} are lost on all copies"
+        try:
+            mastership.check_branch(at_seqno)
+            if not asked.dry_run:
+                await replicated.lose(vb_id, at_seqno)
+        except (BranchRefusedError, BranchUnknownError) as error:
+            raise ClusterRefusedError(str(error)) from error
+        return note
 
     # -- how it is done ----------------------------------------------------------------------------
 

@@ -112,7 +112,8 @@ class ClusterOperations:
     @property
     def changes(self) -> ClusterChanges:
         """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
-        return ClusterChanges(self._member())
+        is_test_mode = self._newcomer.settings.test_mode == "on"
+        return ClusterChanges(self._member(), is_test_mode=is_test_mode)
 
     @property
     def meta(self) -> MetaDesk:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from flight_data import Flight
 
-from clients import KvClient, MutationResult
+from dcpd import KvClient, MutationResult
 
 RETRY_PAUSE_S = 0.1
 PATIENCE_S = 60.0

@@ -96,7 +96,7 @@ class ServerProcess:
 
 
 class ReplicaProcess:
-    """examples/replica.py in its own process. `file` reads what it wrote."""
+    """examples/demos/replica.py in its own process. `file` reads what it wrote."""
 
     def __init__(self, path: Path) -> None:
         self.file = Replica(path)

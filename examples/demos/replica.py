@@ -1,7 +1,7 @@
 """A consumer that copies a dcpd server's documents to one SQLite file and follows every change.
 
-    python examples/replica.py 127.0.0.1:11210 replica.sqlite               # until it is stopped
-    python examples/replica.py 127.0.0.1:11210 replica.sqlite --until-now   # until it caught up
+    python examples/demos/replica.py 127.0.0.1:11210 replica.sqlite              # follow for ever
+    python examples/demos/replica.py 127.0.0.1:11210 replica.sqlite --until-now  # or catch up
 
 The file has the changes and the checkpoint. Both are written in one transaction. So the program may
 be killed at any moment: the next run continues after the last transaction, and no change is lost or
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from clients import (
+from dcpd import (
     Checkpoint,
     Consumer,
     DcpdError,

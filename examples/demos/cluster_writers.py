@@ -23,7 +23,7 @@ from couchbase.exceptions import CouchbaseException, ExceptionMap
 from couchbase.options import ClusterOptions, ClusterTimeoutOptions, UpsertMultiOptions
 from couchbase.transcoder import RawJSONTranscoder
 
-from clients import DcpdError, KvClient, MutationResult, vbucket_of
+from dcpd import DcpdError, KvClient, MutationResult, vbucket_of
 
 PARTITIONS = 1024
 BATCH = 192

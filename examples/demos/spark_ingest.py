@@ -1,7 +1,7 @@
 """Flights into a Spark table, with a history branch in the middle, and a plot of the lag.
 
-    python examples/spark_ingest.py                       # 7,000 flights, into ./spark-ingest
-    python examples/spark_ingest.py --rows 5000 --format delta --folder /tmp/flights
+    python examples/demos/spark_ingest.py                       # 7,000 flights, into ./spark-ingest
+    python examples/demos/spark_ingest.py --rows 5000 --format delta --folder /tmp/flights
 
 What happens, with real processes only
 1. `dcpd` starts on free ports. Spark starts with `local[2]` and runs a continuous query: every
@@ -34,8 +34,8 @@ from flight_data import DataError, Flight, read_flights
 from processes import ProcessFailedError, ServerProcess
 from writer import WriteFailedError, Writer
 
-from clients import DcpdError, KvClient, vbucket_of
-from clients.spark import (
+from dcpd import DcpdError, KvClient, vbucket_of
+from dcpd.spark import (
     DcpDataSource,
     JavaMissingError,
     apply_changes,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-JANUARY = Path(__file__).resolve().parent.parent / "tests" / "data" / "flights-2013-01.csv.zip"
+JANUARY = Path(__file__).resolve().parents[2] / "tests" / "data" / "flights-2013-01.csv.zip"
 BRANCHES = 12
 BATCH_ROWS = 500
 PAUSE_S = 0.1

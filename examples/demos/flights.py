@@ -1,10 +1,10 @@
 """A year of flights out of New York, written to a server that is killed, while a replica follows.
 
     scripts/demo                         # installs the dependencies, then runs this
-    python examples/flights.py --rows 20000 --csv FILE.csv.zip --keep
+    python examples/demos/flights.py --rows 20000 --csv FILE.csv.zip --keep
 
 What happens, with real processes only
-1. `dcpd` starts on free ports with an empty data folder; examples/replica.py follows its stream;
+1. `dcpd` starts on free ports with an empty data folder; replica.py follows its stream;
 2. the flights are written in the order of their scheduled departure (UTC, to the minute; flights
    of the same minute in the order of the file): one JSON document per aircraft under its tail
    number, so later flights update earlier ones. A flight without a tail number has its own key:
@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from writer import WriteFailedError, Writer
 
-from clients import Consumer, DcpdError, KvClient, Mutation, vbucket_of
+from dcpd import Consumer, DcpdError, KvClient, Mutation, vbucket_of
 
 BRANCHES = 12
 """Partitions that get a history branch."""

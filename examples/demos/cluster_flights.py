@@ -1,10 +1,10 @@
 """A year of flights, written to a cluster whose nodes die, while a consumer follows.
 
     scripts/cluster-demo                       # installs what it needs, then runs this
-    python examples/cluster_flights.py --rows 20000 --deaths 3 --csv FILE.csv.zip --keep
+    python examples/demos/cluster_flights.py --rows 20000 --deaths 3 --csv FILE.csv.zip --keep
 
 What happens, with real processes only
-1. three members of etcd and three nodes start on loopback; examples/replica.py follows;
+1. three members of etcd and three nodes start on loopback; examples/demos/replica.py follows;
 2. KvClient and the official SDK write 336,776 flights, one document each, until all are answered;
 3. every few seconds the node that is master of most partitions is killed with SIGKILL, and started
    again when others have followed it;
@@ -45,7 +45,7 @@ from cluster_writers import (
 from flight_data import DataError, packaged_csv, read_flights
 from processes import ProcessFailedError, ReplicaProcess
 
-from clients import DcpdError, KvClient
+from dcpd import DcpdError, KvClient
 from tests.soak.cluster.replicas import Compared, compare_replicas
 
 DIFFERENCES_SHOWN = 20

@@ -16,7 +16,7 @@ from typing import Any
 
 from processes import ProcessFailedError, free_ports, tail
 
-from clients.testing import DcpServer, ServerRefusedError
+from dcpd.testing import DcpServer, ServerRefusedError
 
 PARTITIONS = 1024
 PATIENCE_S = 90.0

@@ -1,0 +1,1 @@
+"""Nodes as they are now: status, top, bench, settings, log."""

@@ -1,0 +1,129 @@
+"""What is installed takes one name, `dcpd`, also beside packages named as ours."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+import hatch_build
+from support.installations import ROOT, build_wheel, copied_sources, plain_environment, run, use
+
+APP = """
+import clients, dcp
+from dcpd import DcpdError, SyncKv
+from dcpd.testing import DcpServer
+
+assert (clients.NAME, dcp.NAME) == ("shop", "shop")
+with DcpServer() as server, SyncKv(server.address) as kv:
+    kv.set_json("order", {"total": 7})
+    print(kv.get_json("order").value)
+    try:
+        kv.get("nothing")
+    except DcpdError as error:
+        print(type(error).__name__)
+"""
+TEST = """
+import clients
+
+def test_the_fixture_is_there(dcp_server):
+    assert clients.NAME == "shop"
+    assert dcp_server.status()["items"] == 0
+"""
+TYPED = """
+from clients import NAME
+from dcpd import Consumer, SyncKv
+from dcpd.testing import DcpServer
+
+reveal_type(NAME)
+with SyncKv("127.0.0.1:11210") as kv:
+    kv.set("order", {"total": 7})
+reveal_type(DcpServer().address)
+from dcpd import Nothing
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which sees the other packages that are here."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = build_wheel(copied_sources(folder), folder, DCPD_COMPILE="0")
+    assert built.returncode == 0, built.stderr
+    venv.create(folder / "environment", with_pip=False)
+    (packages,) = folder.glob("environment/lib/python*/site-packages")
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
+    python = folder / "environment" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    install = ("-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index")
+    done = run(*install, "--ignore-installed", str(wheel))
+    assert done.returncode == 0, done.stderr
+    return python
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose packages have the names of ours."""
+    folder = tmp_path_factory.mktemp("shop")
+    for package in hatch_build.PACKAGES:
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text('NAME = "shop"\n')
+    for name, text in (("app", APP), ("test_shop", TEST), ("typed", TYPED)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def test_a_project_with_a_package_clients_keeps_it(python: Path, shop: Path) -> None:
+    done = run("app.py", cwd=shop, python=python)
+    assert (done.stdout, done.stderr) == ("{'total': 7}\nNotFoundError\n", "")
+
+
+def test_the_commands_run_in_its_folder(python: Path, shop: Path) -> None:
+    """Also with the folder in the path, which some set for all programs."""
+    assert "is ready" in use(python, shop, PYTHONPATH=str(shop))
+
+
+def test_the_fixture_of_pytest_needs_no_import(python: Path, shop: Path) -> None:
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=shop, python=python)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_type_checkers_find_what_is_wrong(python: Path, shop: Path) -> None:
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "typed.py"],
+        cwd=shop, env=plain_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = re.findall(
+        r"typed.py:(\d+): (?:error|note): (.+?)(?:  \[|$)", checked.stdout, re.MULTILINE
+    )
+    assert found == [
+        ("6", 'Revealed type is "str"'),
+        ("8", 'Argument 2 has incompatible type "dict[str, int]"; expected "bytes"'),
+        ("9", 'Revealed type is "str"'),
+        ("10", 'Module "dcpd" has no attribute "Nothing"'),
+    ]
+
+
+def test_imports_and_names_of_modules_move_and_nothing_else() -> None:
+    source = '''"""Text: from clients import Consumer."""
+from dcp.wire import frame
+import clients.kv as kv, os
+COMMAND = ("-m", "dcp.server.main", "dcp.server", "é"); from vbucket import model
+from clients_of_others import dcp
+'''
+    wanted = '''"""Text: from clients import Consumer."""
+from dcpd.dcp.wire import frame
+import dcpd.clients.kv as kv, os
+COMMAND = ("-m", "dcpd.dcp.server.main", "dcp.server", "é"); from dcpd.vbucket import model
+from clients_of_others import dcp
+'''
+    assert hatch_build.moved(source, hatch_build.module_names(ROOT)) == wanted
+    with pytest.raises(ValueError, match=r"line 2: `import clients[.]kv` has no `as`"):
+        hatch_build.moved("import os\nimport clients.kv\n", frozenset())
+    with pytest.raises(ValueError, match=r"line 1: 'dcp\.wire' is written in a form"):
+        hatch_build.moved("from  dcp.wire import frame", frozenset())
