@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+import click
+
 from clients.cli.dcpctl import (
     EXIT_AUTH,
     EXIT_CONFLICT,
@@ -126,6 +128,32 @@ def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:
         topology = kv.topology()
     node = topology.nodes[0] if vb_id is None else topology.node_of(vb_id)
     return AdminClient(target, node)
+
+
+def ask_every_node(
+    target: Target, method: str, path: str, body: dict[str, Any] | None = None
+) -> list[Any]:
+    """Send a request to each node that the map names; return the answers of those that have what
+    it is about. Raises AdminRequestError if none has. A node that cannot be reached is named on
+    stderr; if none can be, its error is raised.
+    """
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        nodes = kv.topology().nodes
+    answers, failures, absent = [], list[DcpdError](), list[DcpdError]()
+    for node in nodes:
+        try:
+            answers.append(AdminClient(target, node).request(method, path, body))
+        except (ConnectError, OperationTimeoutError) as error:
+            failures.append(error)
+        except AdminRequestError as error:
+            if error.exit_code != EXIT_NOT_FOUND:
+                raise
+            absent.append(error)
+    if not answers:
+        raise (absent or failures)[0]
+    for failure in failures:
+        click.echo(f"dcpctl: not asked: {failure}", err=True)
+    return answers
 
 
 def quoted(name: str) -> str:

@@ -17,6 +17,7 @@ from dcp.server.operate.replicated_branches import BranchUnknownError
 from support import raw_http
 from support.cluster_here import ClusterHere
 from support.raw_http import Answer
+from support.server import ctl
 from support.waiting import until_so
 from vbucket.engine.partition import BranchRefusedError, Partition
 
@@ -139,8 +140,43 @@ async def test_many_partitions_branch_together(tmp_path: Path) -> None:
         for node in (n1, n2):
             ends = {vb_id: part_of(node, vb_id).high_seqno for vb_id in every}
             assert ends == {vb_id: seqno // 2 for vb_id, seqno in high.items()}, "both copies"
+        port = n1.ports.kv
+        ran = await ctl(port, "vb", "branch", "--vb", "0-1023", "--at", "0")
+        assert ran.out == f"1024 partitions branched, {sum(ends.values())} changes undone\n", ran
+        assert not any(part.high_seqno for part in n2.engine.partitions)
+        ran = await ctl(port, "vb", "branch", "--vb", "3-10", "--at", "1")
+        assert (ran.code, ran.out) == (8, "0 partitions branched, 0 changes undone\n")
+        assert "dcpctl: 8 partitions were refused in all" in ran.err
+        for options in ((), ("--at", "1", "--fraction", "0.1"), ("--fraction", "0")):
+            assert (await ctl(port, "vb", "branch", "--vb", "3-10", *options)).code == 2
         for wrong in ({}, {"at": 1, "fraction": 0.1}, {"fraction": 0}, {"fraction": 1.5}):
             assert (await ask(n1, "branch", {"vbs": [1], **wrong})).status == 400
+
+
+async def test_streams_and_faults_are_reached_from_any_node(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await of_two(cluster)
+        ports = [node.ports.kv for node in cluster.nodes.values()]
+        vb_id = min(cluster.active("n2"))
+        async with Consumer(f"127.0.0.1:{ports[0]}", name="far") as consumer:
+            reading = asyncio.create_task(anext(consumer.changes(), None))
+            rows: set[int] = set()
+            while len(rows) < 1024:  # its streams are on two nodes
+                ran = await ctl(ports[0], "stream", "list", "--each", "-o", "json")
+                rows = {json.loads(line)["vb"] for line in ran.out.splitlines()}
+            ran = await ctl(ports[0], "stream", "stall", "--vb", str(vb_id))
+            assert ran.out == "stalled 1 stream\n", ran
+            ran = await ctl(ports[0], "stream", "drop", "--name", "nobody")
+            assert ran.code == 3, "no node has it"
+            reading.cancel()
+        added = await ctl(ports[0], "fault", "add", "--opcode", "GET", "--status", "ETMPFAIL")
+        assert added.out == "added fault 1\n", added
+        for port in ports:
+            assert (await ctl(port, "fault", "list")).out.count("ETMPFAIL") == 1
+        assert (await ctl(ports[1], "fault", "remove")).out == "removed 1 fault\n"
+        for node in cluster.nodes.values():
+            faults = await raw_http.ask(node.ports.admin, "GET", "/api/v1/faults", raw_http.login())
+            assert faults.body["faults"] == []
 
 
 async def test_a_branch_that_cannot_be_made_changes_nothing(

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import click
 
-from clients.cli.admin_api import admin_of
+from clients.cli.admin_api import ask_every_node
 from clients.cli.dcpctl import Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.cli.partitions.vb_option import VB
@@ -82,10 +82,13 @@ def list_(*, target: Target, name: str | None, vb: int | None, vbuckets: bool) -
     """Show consumers, or every open stream."""
     chosen = {key: value for key, value in (("name", name), ("vb", vb)) if value is not None}
     query = f"?{urlencode(chosen)}" if chosen else ""
-    answer = admin_of(target).request("GET", f"/api/v1/streams{query}")
-    rows = answer["streams"] if vbuckets else consumers_of(answer["streams"])
-    for limit in answer.get("limits", ()):
-        click.echo(_limit_text(limit), err=True)
+    answers = ask_every_node(target, "GET", f"/api/v1/streams{query}")
+    streams = [row for answer in answers for row in answer["streams"]]
+    rows = streams if vbuckets else consumers_of(streams)
+    for limit in dict.fromkeys(
+        _limit_text(limit) for answer in answers for limit in answer.get("limits", ())
+    ):
+        click.echo(limit, err=True)
     mode = target.rows_mode
     if mode == "json":
         for row in rows:
@@ -219,9 +222,11 @@ def drop(*, target: Target, name: str | None, vb: int | None) -> None:
 
 def _act(target: Target, action: str, done: str, **body: Any) -> None:
     given = {key: value for key, value in body.items() if value is not None}
-    answer = admin_of(target).request("POST", f"/api/v1/streams/{action}", given)
+    totals: Counter[str] = Counter()
+    for answer in ask_every_node(target, "POST", f"/api/v1/streams/{action}", given):
+        totals.update(answer)
     if target.output_or("plain") == "json":
-        write_json(answer)
+        write_json(totals)
         return
-    ((what, count),) = answer.items()
+    ((what, count),) = totals.items()
     write_raw(f"{done} {count} {what if count != 1 else what.removesuffix('s')}\n".encode())

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.admin_api import admin_of
+from clients.cli.admin_api import ask_every_node
 from clients.cli.dcpctl import Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.cli.partitions.vb_option import VB
@@ -45,7 +45,9 @@ def fault() -> None:
 @with_target
 def list_(*, target: Target) -> None:
     """Show the active rules."""
-    found = admin_of(target).request("GET", "/api/v1/faults")["faults"]
+    answers = ask_every_node(target, "GET", "/api/v1/faults")
+    # A rule that all nodes have is shown once.
+    found = list({str(row): row for answer in answers for row in answer["faults"]}.values())
     if target.rows_mode == "json":
         for row in found:
             write_json(row)
@@ -93,7 +95,7 @@ def add(*, target: Target, disconnect: bool, **rule: Any) -> None:
     body = {name: value for name, value in rule.items() if value is not None}
     if disconnect:
         body["disconnect"] = True
-    answer = admin_of(target).request("POST", "/api/v1/faults", body)
+    answer = ask_every_node(target, "POST", "/api/v1/faults", body)[0]
     if target.output_or("plain") == "json":
         write_json(answer)
     else:
@@ -106,9 +108,8 @@ def add(*, target: Target, disconnect: bool, **rule: Any) -> None:
 def remove(*, target: Target, fault_id: int | None) -> None:
     """Remove one rule, or all."""
     path = "/api/v1/faults" if fault_id is None else f"/api/v1/faults/{fault_id}"
-    answer = admin_of(target).request("DELETE", path)
+    cleared = max(each["cleared"] for each in ask_every_node(target, "DELETE", path))
     if target.output_or("plain") == "json":
-        write_json(answer)
+        write_json({"cleared": cleared})
     else:
-        cleared = answer["cleared"]
         write_raw(f"removed {cleared} fault{'' if cleared == 1 else 's'}\n".encode())

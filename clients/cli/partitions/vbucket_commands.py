@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from clients.cli.admin_api import AdminRequestError, admin_of
-from clients.cli.dcpctl import EXIT_PARTIAL, Target, Verbs, help_text, with_target
+from clients.cli.admin_api import AdminClient, AdminRequestError, admin_of
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.cli.partitions.vb_option import with_vb, with_vbs
+from clients.kv.sync_client import SyncKv
+from clients.link.topology import ClusterNode
 from vbucket.model.ids import SEQNO_MAX
 
+REFUSED_SHOWN: Final = 5
+"""Refusals of one command that are printed."""
 _SEQNO = click.IntRange(0, SEQNO_MAX)
 
 
@@ -40,26 +44,76 @@ def vb() -> None:
         " its history floor (stat vbucket-seqno), and to 0.",
         "dcpctl vb branch --vb 17 --at 5",
         "dcpctl vb branch --vb 17 --at 5 --or-zero",
-        "dcpctl failover-log --vb 17",
+        "dcpctl vb branch --vb 0-1023 --fraction 0.1    # the newest tenth of each is undone",
     ),
 )
-@with_vb
+@with_vbs
+@click.option("--at", "at_seqno", type=_SEQNO, metavar="SEQNO", help="Last seqno to keep.")
 @click.option(
-    "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
-    help="Last seqno to keep.",
+    "--fraction", type=click.FloatRange(0, 1, min_open=True), metavar="F",
+    help="Undo this part of each partition's changes, the newest.",
 )  # fmt: skip
 @click.option(
     "--or-zero", is_flag=True,
     help="If history does not reach back that far, undo everything and say why.",
 )  # fmt: skip
 @with_target
-def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
-    """Branch a partition's history."""
+def branch(
+    *, target: Target, vb_ids: tuple[int, ...], at_seqno: int | None, fraction: float | None,
+    or_zero: bool,
+) -> int:  # fmt: skip
+    """Branch the history of partitions."""
+    if not vb_ids:
+        raise click.UsageError("name partitions: --vb 17, or --vb 3,17-20")
+    if (at_seqno is None) == (fraction is None):
+        raise click.UsageError("--at SEQNO or --fraction F says how far to go back")
+    if len(vb_ids) > 1 or fraction is not None:
+        if or_zero:
+            raise click.UsageError("--or-zero is for one partition, with --at")
+        return _branch_many(target, vb_ids, {"at": at_seqno, "fraction": fraction})
+    (vb_id,) = vb_ids
     body: dict[str, Any] = {"at": at_seqno} | ({"or_zero": True} if or_zero else {})
     answer = _done(target, vb_id, "branch", body)
     if answer.get("reason") and target.output_or("plain") != "json":
         write_raw(f"back to 0: {answer['reason']}\n".encode())
     _show_version(target, answer, f"partition {vb_id} branched")
+    return EXIT_OK
+
+
+def _branch_many(target: Target, vb_ids: tuple[int, ...], how: dict[str, Any]) -> int:
+    """Branch partitions, all nodes at the same time; return the exit code."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        topology = kv.topology()
+    served: dict[ClusterNode, list[int]] = {}
+    for vb_id in vb_ids:
+        served.setdefault(topology.node_of(vb_id), []).append(vb_id)
+
+    def ask(node: ClusterNode) -> dict[str, Any]:
+        admin = AdminClient(target, node)
+        answer: dict[str, Any] = admin.request(
+            "POST", "/api/v1/vbuckets/branch", {"vbs": served[node], **how}
+        )
+        return answer
+
+    with ThreadPoolExecutor(len(served)) as pool:
+        answers = list(pool.map(ask, served))
+    branched = [each for answer in answers for each in answer["branched"]]
+    refused = [each for answer in answers for each in answer["refused"]]
+    if target.output_or("plain") == "json":
+        write_json({"branched": branched, "refused": refused})
+    else:
+        undone = sum(each["undone_seqnos"] for each in branched)
+        write_raw(
+            f"{len(branched)} partition{'' if len(branched) == 1 else 's'} branched, "
+            f"{undone} change{'' if undone == 1 else 's'} undone\n".encode()
+        )
+    for each in refused[:REFUSED_SHOWN]:
+        click.echo(f"dcpctl: partition {each['vb']}: {each['why']}", err=True)
+    if len(refused) > REFUSED_SHOWN:
+        click.echo(f"dcpctl: {len(refused)} partitions were refused in all", err=True)
+    return EXIT_PARTIAL if refused else EXIT_OK
 
 
 @vb.command(
