@@ -135,7 +135,7 @@ class ConsumerOptions:
         if self.events_per_s is not None:
             check_rate(self.events_per_s)
         if self.vbuckets is not None and self.group is not None:
-            raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
+            raise ValueError("use either vbuckets or group: a group selects its own partitions")
         if self.store is not None:
             check_store(self.store, is_part=self.vbuckets is not None or self.group is not None)
         elif self.save_every_s is not None:

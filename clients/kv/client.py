@@ -88,7 +88,7 @@ class KvClient(KvCommands):
 
     @classmethod
     async def open(cls, server: str | ServerAddress, *, timeout_s: float = 10.0) -> KvClient:
-        """Connect. The caller must call `close`."""
+        """Connect. The caller must call `close`. Raises ConnectError and AuthenticationError."""
         address = parse_address(server) if isinstance(server, str) else server
         client = cls(address, timeout_s=timeout_s)
         await client._connections.open()

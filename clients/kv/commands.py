@@ -213,7 +213,7 @@ class KvCommands:
         durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
-        """Do a SET, ADD or REPLACE; see `set`."""
+        """Do a SET, ADD or REPLACE; see `set`. Raises what `set`, `add` and `replace` do."""
         operation = store_operation(opcode, key, value, flags, expiry_s, cas)
         return _expect(MutationResult, await self._one(operation, timeout_s, durability))
 
@@ -275,7 +275,7 @@ class KvCommands:
         durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
-        """Store a new document; see `set`. Raises ExistsError if there is one."""
+        """Store a new document; see `set`. Raises ExistsError, and what `set` does."""
         return await self.store(
             Opcode.ADD, key, value, flags=flags, expiry_s=expiry_s, durability=durability,
             timeout_s=timeout_s,
@@ -292,7 +292,7 @@ class KvCommands:
         durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
-        """Store an existing document; see `set`. Raises NotFoundError or CasMismatchError."""
+        """Store an existing document; see `set`. Raises NotFoundError, and what `set` does."""
         return await self.store(
             Opcode.REPLACE, key, value, flags=flags, expiry_s=expiry_s, cas=cas,
             durability=durability, timeout_s=timeout_s,
@@ -326,7 +326,8 @@ class KvCommands:
         """Add to a counter, a document of decimal digits; subtract if `delta` is negative.
 
         It does not go below 0, and wraps at 2^64. `initial` creates a missing one. Raises
-        NotFoundError without `initial`, ServerError if the document is no number.
+        NotFoundError without `initial`, ServerError if the document is no number, and what `set`
+        does.
         """
         opcode = Opcode.INCREMENT if delta >= 0 else Opcode.DECREMENT
         operation = counter_operation(opcode, key, abs(delta), initial, expiry_s)
@@ -342,7 +343,7 @@ class KvCommands:
         durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> CounterResult:
-        """Subtract from a counter; otherwise as `increment`."""
+        """Subtract from a counter; otherwise as `increment`. Raises what that does."""
         operation = counter_operation(Opcode.DECREMENT, key, delta, initial, expiry_s)
         return _expect(CounterResult, await self._one(operation, timeout_s, durability))
 
@@ -416,7 +417,7 @@ class KvCommands:
         while (node := router.next_node(asked)) is not None:
             left_s = max(0.0, deadline_s - wire.now_s())
             reply = await wire.command(
-                Opcode.GET_ALL_VB_SEQNOS, "get all vbucket seqnos", left_s, extras=active, node=node
+                Opcode.GET_ALL_VB_SEQNOS, "get all seqnos", left_s, extras=active, node=node
             )
             if isinstance(reply, Frame):
                 seqnos.update(parsed(parse_vb_seqnos, reply.value, node.name))
@@ -436,7 +437,10 @@ class KvCommands:
         return parsed(parse_failover_log, frame.value, self._wire.router.name_of(vb_id))
 
     async def version_log(self, vb_id: int) -> list[tuple[int, int]]:
-        """Return all of a partition's versions, where the server tells more than `failover_log`."""
+        """Return all of a partition's versions, where the server tells more than `failover_log`.
+
+        Raises what that does.
+        """
         shown = await self.failover_log(vb_id)
         if not may_be_longer(shown):
             return shown
@@ -461,7 +465,7 @@ class KvCommands:
         return {frame.key.decode(): frame.value.decode(errors="replace") for frame in frames}
 
     async def collections_manifest(self) -> bytes:
-        """Return the scopes and collections, as JSON."""
+        """Return the scopes and collections, as JSON. Raises DcpdError if no node answers."""
         at = await self._wire.named_node(self.timeout_s)
         reply = await self._wire.command(
             Opcode.GET_COLLECTIONS_MANIFEST, "get collections", self.timeout_s, node=at
@@ -469,11 +473,17 @@ class KvCommands:
         return _expect(Frame, reply).value
 
     async def named_node(self) -> ClusterNode:
-        """Return the node of the address that answers: the first one that could be reached."""
+        """Return the node of the address that answers: the first one that could be reached.
+
+        Raises DcpdError if none is reached in time.
+        """
         return await self._wire.named_node(self.timeout_s)
 
     async def cluster_map(self) -> Topology:
-        """Return the cluster configuration. It is fetched once, and replaced by newer ones."""
+        """Return the cluster configuration. It is fetched once, and replaced by newer ones.
+
+        Raises DcpdError if no node answers in time.
+        """
         return await self._wire.topology(self.timeout_s)
 
     # -- inside --------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Survey:
         frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
         if frame.status:
             raise error_from_status(
-                frame.status, "get all vbucket seqnos", body=frame.value, node=node.name
+                frame.status, "get all seqnos", body=frame.value, node=node.name
             )
         rows = _parsed(parse_vb_seqnos, frame.value, node)
         return {vb_id: seqno for vb_id, seqno in rows.items() if vb_id in self._partitions}

@@ -121,7 +121,7 @@ async def test_a_branch_that_cannot_be_says_why(ask):
 async def test_vbuckets_that_do_not_exist(ask):
     for vb in ("1024", "-1", "x", "9" * 400):
         status, document, _ = await ask("POST", f"/api/v1/vbuckets/{vb}/branch", {"at": 0})
-        assert (status, document["error"]["why"]) == (404, "vbuckets are numbered 0 to 1023")
+        assert (status, document["error"]["why"]) == (404, "partitions are numbered 0 to 1023")
 
 
 async def test_bodies_that_are_not_what_is_asked_for(ask, node):

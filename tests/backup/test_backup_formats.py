@@ -170,7 +170,7 @@ def test_another_number_of_partitions_is_refused():
     raw = cbor2.dumps({"id": "x", "created_ns": 1, "partitions": 64})
     packed = compress(raw)
     head = manifest._HEAD.pack(manifest.ARCHIVE_MAGIC, len(raw), crc32c(packed))
-    with pytest.raises(ArchiveError, match="64 vbuckets"):
+    with pytest.raises(ArchiveError, match="64 partitions"):
         parse_archive(head + packed)
 
 

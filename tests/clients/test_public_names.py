@@ -158,6 +158,17 @@ def test_the_names_in_signatures_are_exported():
     assert hidden == set()
 
 
+def test_every_command_of_a_client_says_what_it_raises():
+    """Those of KvClient are the same functions."""
+    commands = {
+        name: inspect.getdoc(member) or ""
+        for name, member in inspect.getmembers(clients.SyncKv, inspect.isfunction)
+        if not name.startswith("_") and name != "close"
+    }
+    assert len(commands) >= 20
+    assert [name for name, text in commands.items() if "Raises" not in text] == []
+
+
 def test_the_package_says_its_version():
     assert clients.__version__ == dcp.__version__
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 import venv
@@ -45,13 +46,24 @@ PyMODINIT_FUNC PyInit_loops(void) { return PyModule_Create(&module); }
 pytestmark = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
 
 
+HAS_HEADERS = (
+    "import pathlib, sysconfig; "
+    "print((pathlib.Path(sysconfig.get_path('include')) / 'Python.h').exists())"
+)
+
+
 @pytest.mark.timeout(900)
-def test_pip_builds_the_loops_in_an_empty_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [f"python3.{minor}" for minor in range(11, 15)])
+def test_pip_builds_the_loops_in_an_empty_environment(name: str, tmp_path: Path) -> None:
     """Nothing is there but what pip brings. The build has hatchling as locked, and nothing else."""
     if why := no_registry(tmp_path / "probe"):
         pytest.skip(why)
+    interpreter = shutil.which(name)
+    if interpreter is None or run("-c", HAS_HEADERS, python=interpreter).stdout != "True\n":
+        pytest.skip(f"the command {name} is missing, or Python.h of it")
     source = copied_sources(tmp_path)
-    venv.create(tmp_path / "environment", with_pip=True)
+    made = run("-m", "venv", str(tmp_path / "environment"), python=interpreter)
+    assert made.returncode == 0, made.stdout + made.stderr
     python = tmp_path / "environment" / "bin" / "python"
     installed = run("-m", "pip", "install", ".", cwd=source, python=python, **COMPILING)
     assert installed.returncode == 0, installed.stdout + installed.stderr

@@ -145,7 +145,7 @@ def parse_archive(data: bytes) -> ArchiveRecord:
     try:
         if document["partitions"] != NUM_VBUCKETS:
             raise ArchiveError(
-                f"the archive is from a server with {document['partitions']} vbuckets; only"
+                f"the archive is from a server with {document['partitions']} partitions; only"
                 f" {NUM_VBUCKETS} are supported"
             )
         return ArchiveRecord(str(document["id"]), int(document["created_ns"]))

@@ -163,7 +163,7 @@ def vb_of(request: Request) -> int:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
             f"there is no partition {text[:30]}",
-            why=f"vbuckets are numbered 0 to {NUM_VBUCKETS - 1}",
+            why=f"partitions are numbered 0 to {NUM_VBUCKETS - 1}",
             try_this="dcpctl seqnos lists them",
         )
     return vb_id

@@ -27,7 +27,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         body = await read_body(request, CompactRequest)
         vb_ids = body.vbs or list(range(NUM_VBUCKETS))
         if not all(0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
-            raise invalid(f'"vbs" must be a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
+            raise invalid(f'"vbs" must be a list of partitions, 0 to {NUM_VBUCKETS - 1}')
         history_s = _duration(body.history, "history", "history_window")
         purge_age_s = _duration(body.purge_age, "purge_age", "purge_age")
         try:
