@@ -1,4 +1,5 @@
-"""Takes the pictures of the web console in docs/, from a live server with some traffic.
+"""Takes the pictures of the web console in docs/, from live servers with some traffic: one alone,
+and three in a cluster, of which one is killed.
 
 Usage: .venv/bin/python scripts/console_pictures.py    (Debian's chromium, the packages of [test])
 """
@@ -9,15 +10,18 @@ import io
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from clients.testing import DcpServer  # noqa: E402
+from support.cluster_processes import ClusterProcesses  # noqa: E402
 from support.following import Following  # noqa: E402
+from support.waiting import until  # noqa: E402
 
 COLOURS = 64
 """Enough for a page, and a third of the bytes."""
@@ -43,16 +47,59 @@ def write(server: DcpServer, stop: threading.Event) -> None:
                 kv.get(key)
 
 
-def pages(page: Page, server: DcpServer) -> None:
-    """Visit each page, act, and take its picture."""
-    page.goto(server.admin_url)
+def go(page: Page, title: str) -> None:
+    """Open a page."""
+    page.get_by_role("navigation").get_by_role("link", name=title, exact=True).click()
+    page.get_by_role("heading", level=1, name=title, exact=True).wait_for()
+
+
+def look(browser: Browser, url: str, scheme: str, width: int) -> Page:
+    """Open the console in one look, and log in."""
+    page = browser.new_page(viewport={"width": width, "height": 860}, color_scheme=scheme)
+    page.goto(url)
     page.get_by_label("User").fill("guest")
     page.get_by_label("Password").fill("guest")
     page.get_by_role("button", name="Log in").click()
-    page.locator("canvas").first.wait_for()
+    page.locator("main[data-sample]").wait_for()
+    return page
+
+
+def of_one_node(browser: Browser, server: DcpServer) -> None:
+    """Visit each page of a node alone, act, and take its picture."""
+    page = look(browser, server.admin_url, "light", 1280)
     page.wait_for_timeout(TRAFFIC_S * 1000)
     take(page, "overview")
-    page.get_by_role("link", name="Partitions").click()
+    go(page, "Changes")
+    page.get_by_label("Key begins with").fill("order:1")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(8_000)
+    row = page.locator("table.tail tbody tr", has_text="set").first
+    vb_id, seqno = row.locator("td").last.inner_text().split(":")
+    server.branch(int(vb_id), at=int(seqno.replace(",", "")) - 1)
+    page.get_by_text("went back to seqno").first.wait_for()
+    take(page, "changes")
+    go(page, "Documents")
+    page.get_by_role("table", name="Documents by key").wait_for()
+    take(page, "documents")
+    page.get_by_label("Key", exact=True).fill("key1")
+    page.get_by_role("button", name="Look up").click()
+    page.get_by_text("What changed").first.click()
+    take(page, "document")
+    go(page, "Test bench")
+    page.get_by_label("Command").select_option("DCP_STREAM_REQ")
+    page.get_by_label("Answer").select_option("ETMPFAIL")
+    page.get_by_role("button", name="Set the fault").click()
+    page.get_by_text("Rule 1 is set.").wait_for()
+    take(page, "bench")
+    server.clear_faults()
+    page = look(browser, server.admin_url, "dark", 1280)
+    go(page, "Consumers")
+    page.locator(".consumer .state.live").first.wait_for()
+    server.stall_streams(name="search-index")
+    page.wait_for_timeout(12_000)
+    take(page, "consumers")
+    page.set_viewport_size({"width": 1000, "height": 1500})
+    go(page, "Partitions")
     page.get_by_label("Colour by").select_option("Documents")
     page.get_by_role("gridcell", name="Partition 92,").click()
     page.locator("svg.tree").wait_for()
@@ -60,45 +107,58 @@ def pages(page: Page, server: DcpServer) -> None:
     page.get_by_label("Seqno", exact=True).fill("9")
     page.get_by_role("button", name="Explain").click()
     page.locator(".answer").wait_for()
-    page.set_viewport_size({"width": 1000, "height": 1500})
     page.evaluate("scrollTo(0, 0)")
     take(page, "partitions")
-    page.set_viewport_size({"width": 1000, "height": 760})
-    page.get_by_role("link", name="Documents").click()
-    page.get_by_label("Key", exact=True).fill("key1")
-    page.get_by_role("button", name="Look up").click()
-    page.locator("table.history").wait_for()
-    take(page, "documents")
-    page.get_by_role("link", name="Test bench").click()
-    page.get_by_label("Command").select_option("DCP_STREAM_REQ")
-    page.get_by_label("Answer").select_option("ETMPFAIL")
-    page.get_by_role("button", name="Set the fault").click()
-    page.get_by_text("Rule 1 is set.").wait_for()
-    take(page, "bench")
-    server.clear_faults()
-    page.emulate_media(color_scheme="dark")
-    page.get_by_role("link", name="Consumers").click()
-    page.locator(".consumer .state.live").first.wait_for()
-    server.stall_streams(name="search-index")
-    page.wait_for_timeout(12_000)
-    take(page, "consumers")
-    page.set_viewport_size({"width": 390, "height": 760})
-    page.get_by_role("link", name="Overview").click()
-    page.locator("canvas").first.wait_for()
-    page.wait_for_timeout(3_000)
+    page = look(browser, server.admin_url, "dark", 390)
+    page.wait_for_timeout(6_000)
     take(page, "phone")
+
+
+def of_three_nodes(browser: Browser, folder: Path) -> None:
+    """Take the page Cluster with three nodes, and with one of them dead."""
+    with ClusterProcesses(folder) as cluster:
+        until(lambda: len(cluster.alive()) == len(cluster.nodes))
+        cluster.rebalance()
+        cluster.until_in_sync(3)
+        stop = threading.Event()
+        writer = threading.Thread(target=write, args=(cluster.nodes["a"], stop))
+        writer.start()
+        try:
+            url = cluster.nodes["b"].admin_url
+            pages = {
+                "cluster": look(browser, url, "light", 1280),
+                "cluster-phone": look(browser, url, "dark", 390),
+            }
+            for page in pages.values():
+                go(page, "Cluster")
+            pages["cluster"].wait_for_timeout(8_000)
+            take(pages["cluster"], "cluster")
+            cluster.nodes["c"].kill()
+            pages["cluster"].locator(".nodes tr.row-bad").wait_for()
+            pages["cluster"].get_by_role("radio", name="Copies in sync").check(force=True)
+            pages["cluster"].wait_for_timeout(8_000)
+            take(pages["cluster"], "cluster-dead")
+            take(pages["cluster-phone"], "cluster-phone")
+        finally:
+            stop.set()
+            writer.join()
 
 
 def main() -> None:
     stop = threading.Event()
-    with DcpServer(None, "--test-mode") as server:
+    with sync_playwright() as playwright, DcpServer(None, "--test-mode") as server:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        with TemporaryDirectory() as folder:
+            of_three_nodes(browser, Path(folder))
         with server.connect() as kv:
             for number in range(9):
                 kv.set(b"key1", b'{"number": %d}' % number)
         server.branch(92, at=6)
         with server.connect() as kv:
             for number in range(9, 12):
-                kv.set(b"key1", b'{"number": %d}' % number)
+                kv.set(b"key1", b'{"number": %d, "lines": [{"sku": "A-1"}]}' % number)
         server.failover(92, lose=1)
         writer = threading.Thread(target=write, args=(server, stop))
         writer.start()
@@ -106,16 +166,12 @@ def main() -> None:
             with (
                 Following(server.address, "cache-invalidation"),
                 Following(server.address, "search-index"),
-                sync_playwright() as playwright,
             ):
-                browser = playwright.chromium.launch(
-                    executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-                )
-                pages(browser.new_page(viewport={"width": 1000, "height": 760}), server)
-                browser.close()
+                of_one_node(browser, server)
         finally:
             stop.set()
             writer.join()
+        browser.close()
 
 
 if __name__ == "__main__":

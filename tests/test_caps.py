@@ -43,7 +43,8 @@ class Feature(NamedTuple):
 
 
 FEATURES: Final[dict[str, Feature]] = {
-    "rollback on demand in a cluster": Feature(1, 300),
+    "rollback on demand in a cluster": Feature(1, 390),
+    "a cluster for each test": Feature(1, 270),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
     "dcpctl status on one screen, dcpctl top": Feature(5, 573),
     "dcpctl bench": Feature(4, 570),

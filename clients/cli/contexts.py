@@ -66,7 +66,13 @@ class Contexts(NamedTuple):
         """Return a context. Raises ContextMissingError."""
         found = self.saved.get(name)
         if found is None:
-            raise ContextMissingError(f"there is no context {name!r} in {contexts_path()}")
+            from difflib import get_close_matches
+
+            similar = get_close_matches(name, self.saved, n=1)
+            raise ContextMissingError(
+                f"there is no context {name!r} in {contexts_path()}",
+                hint=f"Did you mean {similar[0]!r}?" if similar else None,
+            )
         return found
 
 

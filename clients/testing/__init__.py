@@ -19,11 +19,20 @@ from typing import TYPE_CHECKING
 from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from clients.testing.fixture import dcp_server
+    from clients.testing.cluster import ClusterWaitError, DcpCluster
+    from clients.testing.fixture import dcp_cluster, dcp_server
     from clients.testing.process import DcpServer, ServerRefusedError, ServerStartError
 
 __getattr__ = lazy_names(
-    __name__, {"process": "DcpServer ServerRefusedError ServerStartError", "fixture": "dcp_server"}
+    __name__,
+    {
+        "process": "DcpServer ServerRefusedError ServerStartError",
+        "cluster": "ClusterWaitError DcpCluster",
+        "fixture": "dcp_cluster dcp_server",
+    },
 )
 
-__all__ = ["DcpServer", "ServerRefusedError", "ServerStartError", "dcp_server"]
+__all__ = [
+    "ClusterWaitError", "DcpCluster", "DcpServer", "ServerRefusedError", "ServerStartError",
+    "dcp_cluster", "dcp_server",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The pytest fixture `dcp_server`. It is a separate module so that `DcpServer` needs no pytest."""
+"""The pytest fixtures `dcp_server` and `dcp_cluster`; the classes themselves need no pytest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clients.testing.cluster import DcpCluster
 from clients.testing.process import DcpServer
 
 
@@ -17,3 +18,12 @@ def dcp_server(tmp_path: Path) -> Iterator[DcpServer]:
     with DcpServer(tmp_path / "dcpd-data") as server:
         yield server
         sys.stderr.write(server.log_path.read_text())
+
+
+@pytest.fixture
+def dcp_cluster(tmp_path: Path) -> Iterator[DcpCluster]:
+    """A cluster of three nodes for each test. If the test fails, pytest shows the nodes' logs."""
+    with DcpCluster(data=tmp_path / "dcpd-cluster") as cluster:
+        yield cluster
+        for node in cluster.nodes.values():
+            sys.stderr.write(node.log_path.read_text())

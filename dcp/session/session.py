@@ -547,7 +547,7 @@ class Session:
             if part.guard is not None and part.state == VbState.ACTIVE:
                 refusal = refusal_of(part.guard.write_state(durability))
                 if refusal is not None:
-                    raise RefusedError(refusal.status, f"vb {vb_id}: {refusal.reason}")
+                    raise RefusedError(refusal.status, f"partition {vb_id}: {refusal.reason}")
 
     def _check_rights(self, request: Frame) -> None:
         """Raise RefusedError where the client may not do this."""

@@ -332,7 +332,8 @@ class ConnectionCommands:
         ended_at = part.failover.upper_of(vb_uuid, high_seqno)
         if ended_at is None:
             raise RefusedError(
-                Status.KEY_ENOENT, f"vb {part.vb_id} has no version {vb_uuid} in its failover log"
+                Status.KEY_ENOENT,
+                f"partition {part.vb_id} has no version {vb_uuid} in its failover log",
             )
         place = (part.vb_id, part.vb_uuid, persisted_seqno, high_seqno)
         value = (

@@ -373,7 +373,10 @@ class SessionState:
         parts = self.engine.partitions
         why = f"it is {parts[vb_id].state.name.lower()}" if vb_id < len(parts) else "no such one"
         self.note(
-            "refused", opcode=opcode, status=Status.NOT_MY_VBUCKET, reason=f"vb {vb_id}: {why}"
+            "refused",
+            opcode=opcode,
+            status=Status.NOT_MY_VBUCKET,
+            reason=f"partition {vb_id}: {why}",
         )
 
     def error_body(self, context: str, status: int = Status.EACCESS) -> bytes:
@@ -476,7 +479,7 @@ class SessionState:
     def fence_text(self, part: Partition) -> str:
         """Return why a fenced partition does not answer."""
         why = "" if self.replication is None else self.replication.why_fenced(part.vb_id)
-        return f"vb {part.vb_id}: {why or _UNCONFIRMED}; try again"
+        return f"partition {part.vb_id}: {why or _UNCONFIRMED}; try again"
 
     def place_text(self, vb_id: int) -> str:
         """Return where a partition is, for clients that know none and take no map. The partition
@@ -496,7 +499,8 @@ class SessionState:
         if part.is_unheard:
             raise RefusedError(
                 Status.ETMPFAIL,
-                f"vb {part.vb_id}: this replica has not heard from a master for a while; try again",
+                f"partition {part.vb_id}: this replica has not heard from a master for a while;"
+                " try again",
             )
 
     def observes(self, vb_id: int) -> None:

@@ -72,9 +72,9 @@ _STREAM_FLAGS: Final = (
     | _IGNORE_PURGED
 )
 _TAKEOVER_TEXT: Final = (
-    "vb {} has copies on other nodes: its replication record says who is master, and a takeover"
-    " (flag 0x01) cannot change it. Name a wanted master in the record; the partition is handed"
-    " over to it"
+    "partition {} has copies on other nodes: its replication record says who is master, and a"
+    " takeover (flag 0x01) cannot change it. Name a wanted master in the record; the partition is"
+    " handed over to it"
 )
 _NEEDS_ACTIVE: Final = _ACTIVE_ONLY | _TAKEOVER
 _INCLUDE_XATTRS: Final = int(OpenFlag.INCLUDE_XATTRS)
@@ -355,7 +355,7 @@ class DcpCommands:
         if not producer.has_stream(request.vb_id, stream_id):
             name = f" with id {stream_id}" if stream_id else ""
             # With v7_dcp_status_codes, too: DCP_STREAM_NOT_FOUND is what consumers answer.
-            raise RefusedError(Status.KEY_ENOENT, f"no stream of vb {request.vb_id}{name}")
+            raise RefusedError(Status.KEY_ENOENT, f"no stream of partition {request.vb_id}{name}")
         self._state.answer(request)
         producer.close_stream(request.vb_id, stream_id)
 
@@ -463,7 +463,9 @@ class DcpCommands:
 
 def _behind_text(part: Partition) -> str:
     """Return why a partition sends no consumer back."""
-    return f"vb {part.vb_id} does not know yet what is committed, and may be behind; try again"
+    return (
+        f"partition {part.vb_id} does not know yet what is committed, and may be behind; try again"
+    )
 
 
 def _check_takeover(state: SessionState, producer: Producer) -> None:
@@ -496,7 +498,7 @@ def _check_is_free(
         raise RefusedError(Status.EINVAL, "a takeover hands over everything: it has no filter")
     if producer.has_stream(part.vb_id, told.stream_id):
         name = f" with id {told.stream_id}" if told.stream_id else ""
-        why = f"a stream of vb {part.vb_id}{name} is open here"
+        why = f"a stream of partition {part.vb_id}{name} is open here"
         raise RefusedError(Status.KEY_EEXISTS, why)
 
 
@@ -520,6 +522,6 @@ def _end_seqno(asked: StreamRequest, part: Partition) -> int:
         end_seqno = part.committed_seqno
     last_seqno = min(end_seqno, part.high_seqno)
     if asked.start_seqno > last_seqno:
-        why = f"start {asked.start_seqno} is above the end of vb {part.vb_id}, {last_seqno}"
+        why = f"start {asked.start_seqno} is above the end of partition {part.vb_id}, {last_seqno}"
         raise RefusedError(Status.ERANGE, why)
     return end_seqno

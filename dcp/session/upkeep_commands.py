@@ -111,7 +111,8 @@ class UpkeepCommands:
         if seqno > last_seqno:
             raise RefusedError(
                 Status.ETMPFAIL,
-                f"vb {part.vb_id} has only the changes up to seqno {last_seqno} on disk; try again",
+                f"partition {part.vb_id} has only the changes up to seqno {last_seqno} on disk;"
+                " try again",
             )
         if not is_copy:
             state.observes_history(part.vb_id)

@@ -215,3 +215,7 @@ def test_a_person_is_told_which_keys_are_like_a_missing_one(ctl, monkeypatch):
         assert code == 3
         assert "Did you mean person:ada?" in err
     assert "Did you mean" not in ctl("get", "zzzzzz")[2]
+    ctl("collection", "add", "near.orders")
+    code, _, err = ctl("get", "k", "--collection", "near.order")
+    assert code == 1
+    assert "Did you mean 'near.orders'?" in err

@@ -101,7 +101,11 @@ def test_one_verb_for_one_act(ctl):
     for words, command in all_commands():
         if isinstance(command, click.Group):
             assert isinstance(command, Verbs), words
-        is_own = words[-2:] in {("stream", "drop"), ("cluster", "set")}  # acts of their own
+        is_own = words[-2:] in {
+            ("stream", "drop"),
+            ("cluster", "set"),
+            ("config", "set"),
+        }  # acts of their own
         assert words[1:2] == ("set",) or is_own or words[-1] not in ALIASES, words
 
 
@@ -118,6 +122,14 @@ def test_a_user_that_is_not_there_is_suggested(ctl):
     assert code == 3
     assert "Did you mean 'charles'?" in err
     assert suggestion("x", ["charles"], "otherwise") == "otherwise"
+
+
+def test_a_context_that_is_not_there_is_suggested(local_ctl):
+    assert local_ctl("context", "add", "prod", "--server", "127.0.0.1:1")[0] == 0
+    code, _, err = local_ctl("context", "use", "prd")
+    assert code == 3
+    assert "Did you mean 'prod'?" in err
+    assert "dcpctl context list shows all" in local_ctl("--context", "zzz", "seqnos")[2]
 
 
 # -- partitions ------------------------------------------------------------------------------------

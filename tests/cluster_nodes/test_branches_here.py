@@ -106,7 +106,7 @@ async def test_copies_are_branched_purged_and_lose_changes(tmp_path: Path) -> No
         with pytest.raises(ClusterRefusedError, match="its history floor is 6"):
             await changes.failover(MasterFailoverRequest(vb=VB, lose=2, dry_run=True))
         asked = await changes.failover(MasterFailoverRequest(vb=VB, lose=1, dry_run=True))
-        assert asked.notes[0] == f"changes 7 to 7 of vb {VB} are lost on all copies"
+        assert asked.notes[0] == f"changes 7 to 7 of partition {VB} are lost on all copies"
         assert part_of(master).high_seqno == 7, "it was only asked"
         await changes.failover(MasterFailoverRequest(vb=VB, lose=1))
         await until_so(lambda: nodes(cluster)[0] is other)

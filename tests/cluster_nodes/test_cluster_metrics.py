@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +72,8 @@ async def check_healthy(cluster: ClusterHere) -> None:
             assert ("dcpd_replica_lag_seconds", peer) in found
 
 
-async def test_metrics_while_nodes_die(tmp_path: Path) -> None:
+async def test_metrics_while_nodes_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")
         async with cluster.client("n1") as kv:
@@ -123,6 +126,9 @@ async def test_metrics_while_nodes_die(tmp_path: Path) -> None:
         await cluster.kill("n2")
         await until_so(lambda: metrics_of(cluster.nodes["n1"])["dcpd_cluster_nodes", "down"] == 2)
         await until_so(lambda: metrics_of(cluster.nodes["n1"])["dcpd_unwritable_vbuckets",] > 0)
+    said = [found.getMessage() for found in caplog.records]
+    assert any(re.match(r"cluster: n\d is the coordinator", text) for text in said)
+    assert [text for text in said if re.search(r"[0-9a-f]{32}", text)] == [], "names, not ids"
 
 
 def record(master: str | None, in_sync: str, copies: str, filling: str = "") -> ReplicationRecord:

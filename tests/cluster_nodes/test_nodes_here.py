@@ -222,8 +222,9 @@ async def test_masters_go_on_without_the_store(tmp_path: Path) -> None:
             refused = await client.ask(write)
             assert refused.status == Status.ETMPFAIL
             assert json.loads(refused.value)["error"]["context"] == (
-                f"vb {own}: no confirmation from n2 for a while that this node is its master; no "
-                "copy can leave the in-sync set while the metadata store is away; try again"
+                f"partition {own}: no confirmation from n2 for a while that this node is its"
+                " master; no copy can leave the in-sync set while the metadata store is away;"
+                " try again"
             )
 
 

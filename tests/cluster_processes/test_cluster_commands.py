@@ -131,7 +131,7 @@ async def test_init_and_join_say_what_they_would_do_and_ask(tmp_path: Path) -> N
             ran = await ctl(a.port, *init, *words, typed="n\n")
             assert (ran.code, ran.out) == (1, "")
             assert ran.err.index("its connections end") < ran.err.index("Do it? [y/N]")
-            assert "nothing was changed" in ran.err
+            assert "nothing changed" in ran.err
         assert "this node is alone" in done(a, "status")
         ran = await ctl(a.port, *init, typed="y\n")
         assert ran.code == 0, ran.err

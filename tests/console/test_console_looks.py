@@ -15,6 +15,7 @@ from clients.testing import DcpServer
 from support.cluster_processes import ClusterProcesses
 from support.server import DcpdProcess
 from support.waiting import until
+from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash
 
@@ -25,6 +26,7 @@ LOOKS: Final = (("light", 1280), ("dark", 390))
 """Each colour and each width once: the colours do not depend on the width."""
 BYTES_MAX: Final = 200 * 1024
 """Of all files that a page loads."""
+KEYS: Final = [b"order:%d" % number for number in range(30)]
 OF_CLUSTERS: Final = ("Cluster", "Overview", "Partitions")
 """Pages that differ on a node of a cluster."""
 RULES: Final = ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"]
@@ -39,8 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcess
         cluster.rebalance()
         cluster.until_in_sync(3)
         with cluster.nodes["a"].connect() as kv:
-            for number in range(30):
-                kv.set(b"order:%d" % number, b'{"number": %d, "lines": [{"sku": "A"}]}' % number)
+            for key in KEYS:
+                kv.set(key, b'{"lines": [{"sku": "A"}]}')
         yield cluster
 
 
@@ -87,6 +89,14 @@ def test_three_nodes_and_an_act_with_its_preview(log_in, axe: str, cluster) -> N
     expect(dialog.locator("tbody tr").nth(2)).to_contain_text("341 → 0")
     dialog.get_by_role("button", name="Cancel").click()
     assert cluster.status("a")["plan"] is None
+    page.get_by_role("navigation").get_by_role("link", name="Documents").click()
+    expect(page.locator("table.documents tbody tr")).to_have_count(30)
+    masters = {each["vb"]: each["master"] for each in cluster.partition_map("b")}
+    key = next(key for key in KEYS if masters[vbucket_of(key)] == "a")
+    page.get_by_role("button", name=key.decode(), exact=True).click()
+    expect(page.locator(".notice.warn")).to_contain_text(cluster.nodes["a"].admin_url)
+    expect(page.get_by_role("button", name="Edit")).to_have_count(0)
+    page.get_by_role("navigation").get_by_role("link", name="Cluster").click()
     page.get_by_role("radio", name="Copies in sync").check(force=True)
     expect(page.get_by_text("all copies in sync 1,024")).to_be_visible()
 

@@ -60,7 +60,7 @@ def test_grants_and_revocations_count_at_once(server, user, capfd):
         assert user("revoke", "ada", "write", "--prefix", "x:") == 0
         assert "it takes the role write" in context_of(ada.set(b"x:1"))
     capfd.readouterr()
-    assert user("show", "ada", "-o", "plain") == 0
+    assert user("show", "ada", "-o", "plain", "--no-headers") == 0
     assert capfd.readouterr().out == "read\t\t\n"
     assert user("show", "nobody") == 3
 
@@ -68,13 +68,13 @@ def test_grants_and_revocations_count_at_once(server, user, capfd):
 def test_the_role_of_nodes_is_granted_by_name_only(server, user, capfd):
     assert user("add", "n1", "--role", "all", *new_password(PASSWORD)) == 0
     capfd.readouterr()
-    assert user("show", "n1", "-o", "plain") == 0
+    assert user("show", "n1", "-o", "plain", "--no-headers") == 0
     assert capfd.readouterr().out.split() == ["read", "write", "stream", "admin"]
     assert user("grant", "n1", "replicate") == 0
     assert user("grant", "n1", "replicate", "--prefix", "x:") != 0
     assert user("add", "n2", "--role", "replicate", *new_password(PASSWORD)) == 0
     capfd.readouterr()
-    assert user("show", "n2", "-o", "plain") == 0
+    assert user("show", "n2", "-o", "plain", "--no-headers") == 0
     assert capfd.readouterr().out.split() == ["replicate"]
     with RawClient(server.port, "n2", PASSWORD) as node:
         open_stream(node)

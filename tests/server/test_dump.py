@@ -89,7 +89,7 @@ def test_a_seqno_that_is_not_there_is_refused(client: RawClient, ctl: Ctl) -> No
     put(client, b"k", b"v", 2)
     code, documents, err = ctl("2", "--at", "9")
     assert (code, documents) == (4, [])
-    assert "vb 2 ends at seqno 1, below 9" in err
+    assert "partition 2 ends at seqno 1, below 9" in err
     assert "dcpctl seqnos" in err
 
 

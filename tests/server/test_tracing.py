@@ -7,16 +7,18 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.request import Request, urlopen
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from clients.testing import DcpServer
@@ -64,6 +66,18 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class SilentExporter(SpanExporter):
+    """Sends, until it may end."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = Event(), Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.has_begun.set()
+        self.may_end.wait(60)
+        return SpanExportResult.FAILURE
 
 
 def facts(span: Span) -> dict[str, str | int]:
@@ -151,6 +165,16 @@ def test_only_slow_commands_and_all_stream_requests_have_spans() -> None:
         ("SET", {"enduser.id": "u"}),
     ]
     assert traced.asked == {}
+
+
+def test_a_collector_that_says_nothing_holds_up_no_stop() -> None:
+    exporter = SilentExporter()
+    tracing = Tracing(StreamHub(), 0.0, instance="here", exporter=exporter)
+    tracing.answered("SET", b"", 0.1, BatchTrace(), {})
+    tracing.close()
+    assert exporter.has_begun.is_set()
+    assert not exporter.may_end.is_set(), "nobody waited for its end"
+    exporter.may_end.set()
 
 
 def test_a_server_without_the_extra_says_what_to_install(tmp_path: Path) -> None:

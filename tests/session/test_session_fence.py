@@ -98,7 +98,7 @@ def test_a_document_command_is_to_be_sent_again(
     extras, value = DOCUMENTS[opcode]
     answer = peer.ask(opcode, vb_id=VB, key=KEY, extras=extras, value=value)
     assert answer.status == LATER
-    assert "vb 3" in json.loads(answer.value)["error"]["context"]
+    assert "partition 3" in json.loads(answer.value)["error"]["context"]
     assert not peer.must_wait
     assert part.high_seqno == before
     assert peer.ask(Opcode.GET, vb_id=OTHER, key=KEY).status == Status.OK
@@ -253,7 +253,7 @@ def test_who_may_be_behind_sends_nobody_back(
     assert elsewhere.status == Status.NOT_MY_VBUCKET
     answer = peer.stream(VB, start, end, uuid=uuid, flags=flags)
     assert answer.status == LATER
-    assert "vb 3" in json.loads(answer.value)["error"]["context"]
+    assert "partition 3" in json.loads(answer.value)["error"]["context"]
     assert not peer.must_wait, "what it waits for may not come"
     node.commit()
     assert peer.stream(VB, 1, uuid=part.vb_uuid).status == Status.OK, "it is not behind this one"
@@ -286,7 +286,7 @@ def test_a_replica_that_hears_no_master_tells_no_seqnos(replica: MemoryNode) -> 
     for question in questions:
         answer = peer.ask(**question)
         assert answer.status == LATER, question
-        assert "vb 3" in json.loads(answer.value)["error"]["context"]
+        assert "partition 3" in json.loads(answer.value)["error"]["context"]
     active = peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big"))
     assert active.status == Status.OK, "it is about other partitions"
     assert plain_dcp(replica).ask(Opcode.DCP_GET_FAILOVER_LOG, vb_id=VB).status == Status.OK

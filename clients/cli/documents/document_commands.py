@@ -9,7 +9,14 @@ from typing import Final
 
 import click
 
-from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
+from clients.cli.dcpctl import (
+    EXIT_NOT_FOUND,
+    Target,
+    complain,
+    help_text,
+    suggestion,
+    with_target,
+)
 from clients.cli.documents.expiry import expiry_text, with_expiry
 from clients.cli.output import (
     VALUE_STYLES,
@@ -22,7 +29,7 @@ from clients.cli.output import (
     write_raw,
 )
 from clients.cli.standard_input import input_is_terminal, standard_input
-from clients.errors import NotFoundError
+from clients.errors import NotFoundError, UnknownCollectionError
 from clients.kv.sync_client import SyncKv
 from clients.operation import DURABILITY_NAMES, DurabilityChoice, MutationResult, key_bytes
 from dcp.wire.opcode import Opcode
@@ -55,13 +62,31 @@ _DURABILITY = click.option(
 
 @contextmanager
 def connected(target: Target, collection: str | None) -> Iterator[SyncKv]:
-    """Yield a client. If a document is not there, a person is told which keys are like it."""
+    """Yield a client. If a document or the collection is not there, a person is told which keys or
+    collections are like it.
+    """
     with SyncKv(target.address, timeout_s=target.timeout_s, collection=collection) as kv:
         try:
             yield kv
         except NotFoundError as error:
             _suggest_keys(target, error, collection)
             raise
+        except UnknownCollectionError as error:
+            if collection is not None and is_read_by_a_person():
+                names = collections_in(kv.collections_manifest())
+                error.hint = suggestion(collection, names, "dcpctl collection list shows all.")
+            raise
+
+
+def collections_in(manifest: bytes) -> list[str]:
+    """Return the names in the answer to GET_COLLECTIONS_MANIFEST: scope.collection."""
+    import json
+
+    return [
+        f"{scope['name']}.{each['name']}"
+        for scope in json.loads(manifest)["scopes"]
+        for each in scope["collections"]
+    ]
 
 
 def is_read_by_a_person() -> bool:

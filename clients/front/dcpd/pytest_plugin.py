@@ -1,7 +1,7 @@
-"""The pytest plugin of dcpd: the fixture `dcp_server`, wherever dcpd is installed."""
+"""The pytest plugin of dcpd: the fixtures, wherever dcpd is installed."""
 
 from __future__ import annotations
 
-from clients.testing.fixture import dcp_server
+from clients.testing.fixture import dcp_cluster, dcp_server
 
-__all__ = ["dcp_server"]
+__all__ = ["dcp_cluster", "dcp_server"]

@@ -1,10 +1,19 @@
 """A real server for tests of consumers: `from dcpd.testing import DcpServer` (clients/testing).
 
-pytest has the fixture `dcp_server` without an import. docs/testing-consumers.md has the details.
+pytest has the fixtures `dcp_server` and `dcp_cluster` without an import.
+docs/testing-consumers.md has the details.
 """
 
 from __future__ import annotations
 
-from clients.testing import DcpServer, ServerRefusedError, ServerStartError
+from clients.testing import (
+    ClusterWaitError,
+    DcpCluster,
+    DcpServer,
+    ServerRefusedError,
+    ServerStartError,
+)
 
-__all__ = ["DcpServer", "ServerRefusedError", "ServerStartError"]
+__all__ = [
+    "ClusterWaitError", "DcpCluster", "DcpServer", "ServerRefusedError", "ServerStartError",
+]  # fmt: skip

@@ -66,6 +66,7 @@ from failover.coordinator.effects import Notice, ViewChanged
 from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
@@ -675,7 +676,11 @@ class ReplicatedNode:
         self._parts.connections.arrived()
 
     def _notice(self, notice: Notice) -> None:
-        self._log.info(notice.text)
+        """Log what a core says, with the names of nodes instead of the ids of their folders."""
+        text, view = notice.text, self.session.view
+        for member in view.members:
+            text = text.replace(member, name_of(view, member))
+        self._log.info(text)
 
 
 def _is_handover(outcome: WriteOutcome) -> bool:

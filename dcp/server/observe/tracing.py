@@ -13,6 +13,7 @@ Invariant: nothing here is called while the setting is off.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SERVICE: Final = "dcpd"
+CLOSE_S: Final = 1.0
+"""How long a stop waits for a collector. The SDK would try for ten seconds."""
 _STATUS_NAMES: Final = {int(status): status.name for status in Status}
 Facts = dict[str, str | int]
 """Attributes of a span."""
@@ -57,7 +60,7 @@ class Tracing:
         self.slow_s = slow_s
         self._hub = hub
         resource = Resource.create({"service.name": SERVICE, "service.instance.id": instance})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer(SERVICE)
 
@@ -96,8 +99,10 @@ class Tracing:
         self._span(name, seconds, parent.decode("ascii", "replace"), facts)
 
     def close(self) -> None:
-        """Send what is left. It waits for that, so call it in a thread."""
-        self._provider.shutdown()
+        """Send what is left, for CLOSE_S at most. It waits for that, so call it in a thread."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
     def _span(self, name: str, seconds: float, parent: str, facts: Facts) -> None:
         from opentelemetry.trace import SpanKind

@@ -273,7 +273,7 @@ class Documents:
         except TimeoutError as error:
             why = self._engine.write_refusal or "the log or a replica is slow"
             raise DocumentRefusedError(
-                Status.ETMPFAIL, f"vb {vb_id} has changes that are not committed yet: {why}"
+                Status.ETMPFAIL, f"partition {vb_id} has changes that are not committed yet: {why}"
             ) from error
 
     # -- reading ---------------------------------------------------------------------------------
@@ -339,7 +339,8 @@ class Documents:
                 await asyncio.sleep(0)
                 if part.vb_uuid != vb_uuid:
                     raise DocumentRefusedError(
-                        Status.EBUSY, f"vb {part.vb_id} got a new version of its history meanwhile"
+                        Status.EBUSY,
+                        f"partition {part.vb_id} got a new version of its history meanwhile",
                     )
             entry = self._engine.versions.entry_at(part, prev_seqno)
             if entry is None or key_of(entry) != stored_key:

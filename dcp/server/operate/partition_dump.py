@@ -51,7 +51,9 @@ class Dumps:
         await self._commits.until_partition(vb_id)
         committed_seqno = self._engine.partitions[vb_id].committed_seqno
         if at_seqno is not None and at_seqno > committed_seqno:
-            raise ViewRefusedError(f"vb {vb_id} ends at seqno {committed_seqno}, below {at_seqno}")
+            raise ViewRefusedError(
+                f"partition {vb_id} ends at seqno {committed_seqno}, below {at_seqno}"
+            )
         # A view may have been closed elsewhere: for its age, or because its answer never began.
         self._running = {view for view in self._running if view in self._views}
         if len(self._running) >= DUMPS_MAX:

@@ -72,10 +72,10 @@ class ReplicatedBranches:
     def _give_up(self, vb_id: int, vb_uuid: int) -> None:
         if self._master.withdraw_branch(vb_id, vb_uuid):
             raise BranchRefusedError(
-                f"vb {vb_id}: the metadata store has not taken the branch within "
+                f"partition {vb_id}: the metadata store has not taken the branch within "
                 f"{BRANCH_WAIT_S:.0f} s. Nothing was changed; look at `dcpctl cluster status`"
             )
         raise BranchUnknownError(
-            f"vb {vb_id}: not all copies in sync have rolled back in {BRANCH_WAIT_S:.0f} s. The "
-            f"branch goes on. It is made once the failover log has version {vb_uuid}"
+            f"partition {vb_id}: not all copies in sync have rolled back in {BRANCH_WAIT_S:.0f} s."
+            f" The branch goes on. It is made once the failover log has version {vb_uuid}"
         )

@@ -129,7 +129,7 @@ class DocumentReadCommands:
         if part.state != VbState.REPLICA:
             raise state.elsewhere(part)
         if part.incomplete_snapshot is not None:
-            raise RefusedError(Status.ETMPFAIL, f"vb {vb_id}: this replica is being filled")
+            raise RefusedError(Status.ETMPFAIL, f"partition {vb_id}: this replica is being filled")
         if has_token:
             _check_has(part, *MUTATION_TOKEN.unpack(request.extras))
         found = self._engine.get_from_replica(part, key)
@@ -198,8 +198,8 @@ def _check_has(part: Partition, vb_uuid: int, seqno: int) -> None:
     if reached is None or reached < seqno:
         raise RefusedError(
             Status.ETMPFAIL,
-            f"vb {part.vb_id}: this replica does not know of the change with seqno {seqno} of"
-            f" version {vb_uuid}; ask the master",
+            f"partition {part.vb_id}: this replica does not know of the change with seqno {seqno}"
+            f" of version {vb_uuid}; ask the master",
         )
 
 

@@ -142,12 +142,12 @@ class ScanCommands:
         if required.vb_uuid != str(part.vb_uuid):
             raise RefusedError(
                 Status.RANGE_SCAN_VB_UUID_NOT_EQUAL,
-                f"vb {part.vb_id} has the version {part.vb_uuid} now",
+                f"partition {part.vb_id} has the version {part.vb_uuid} now",
             )
         if required.seqno > part.high_seqno:
             raise RefusedError(
                 Status.ETMPFAIL,
-                f"vb {part.vb_id} ends at seqno {part.high_seqno}, below {required.seqno}",
+                f"partition {part.vb_id} ends at seqno {part.high_seqno}, below {required.seqno}",
             )
         assert self._state.scans is not None
         if required.seqno_exists and not self._state.scans.views.has_version(

@@ -182,7 +182,7 @@ class SubdocCommands:
             if part.state != 1:
                 raise state.elsewhere(part)
             if part.vb_uuid != vb_uuid:
-                raise RefusedError(Status.ETMPFAIL, f"vb {vb_id} was rolled back; try again")
+                raise RefusedError(Status.ETMPFAIL, f"partition {vb_id} was rolled back; try again")
             state.observes_version(part, key)
         else:
             state.spend(draft.look_up_bytes(operations.each) / STEP_BYTES)

@@ -97,7 +97,7 @@ def move(view: ClusterView, vb_id: int, to: str, stamp: Stamp) -> Answer:
     if member not in copies and len(others) >= _cluster(view).copies:
         others.remove(record.master if record.master in others else copies[0])
     wanted = {vb_id: (member, *others)}
-    what = f"move vb {vb_id} to {name_of(view, member)}"
+    what = f"move partition {vb_id} to {name_of(view, member)}"
     return planned(view, stamp, what, PlanKind.MOVE, wanted)
 
 
@@ -326,7 +326,7 @@ def failover(
     vb_ids = sorted(view.partitions) if vb_id is None else [vb_id]
     if vb_id is not None and vb_id not in view.partitions:
         return RequestRefused(f"there is no partition {vb_id} with a readable record")
-    subject = name_of(view, member) if member else f"vb {vb_id}"
+    subject = name_of(view, member) if member else f"partition {vb_id}"
     if is_unclean:
         return _failover_uncleanly(view, vb_ids, member, subject)
     wanted: dict[int, Chain] = {}
@@ -347,7 +347,7 @@ def failover(
         return Prepared(what, notes=(f"{subject} has no master to fail over",))
     if stuck:
         return RequestRefused(
-            f"{len(stuck)} partitions (vb {stuck[0]} is the first) have no other copy in sync that "
+            f"{len(stuck)} partitions ({stuck[0]} is the first) have no other copy in sync that "
             "runs; start the nodes that hold one. `--unclean` gives up what only lost copies have"
         )
     return planned(view, stamp, what, PlanKind.FAILOVER, wanted, about=member)
@@ -458,7 +458,7 @@ def unclean_notes(view: ClusterView, vb_ids: Iterable[int]) -> Iterator[str]:
         yield f"copies that may take over, with what they have: {told}"
     if hopeless:
         yield (
-            f"{len(hopeless)} partitions (vb {hopeless[0]} is the first) have no copy on a node "
+            f"{len(hopeless)} partitions ({hopeless[0]} is the first) have no copy on a node "
             "that runs: nothing is elected there until you start one"
         )
 
@@ -468,7 +468,7 @@ def _described(
 ) -> str:
     ends = "; ".join(f"{name_of(view, member)} {_end(view, vb_id, member)}" for member in able)
     gone = ", ".join(sorted(name_of(view, member) for member in record.isr))
-    return f"vb {vb_id}: {gone} had all that was answered; {ends}"
+    return f"partition {vb_id}: {gone} had all that was answered; {ends}"
 
 
 def _end(view: ClusterView, vb_id: int, member: str) -> str:

@@ -71,7 +71,7 @@ export function JsonTree({ value, onChange, name = "the document", depth = 0 }) 
     <button type="button" class="toggle" aria-expanded=${isOpen} aria-label="${isOpen ? "Close" : "Open"} ${name}"
       onClick=${() => setOpen(!isOpen)}>${isOpen ? "▾" : "▸"} <span class="hint">${what}</span></button>
     ${isOpen && html`<ul>${entries.map(([key, item]) => html`<li key=${key}>
-      <span class="member">${isArray ? key : `"${key}"`}:</span>
+      <span class="member">${isArray ? key : `"${key}"`}:</span>${" "}
       <${JsonTree} value=${item} name=${String(key)} depth=${depth + 1}
         onChange=${onChange && ((changed) => onChange(copyWith(value, key, changed)))} />
       ${onChange && html`<button type="button" class="small quiet" aria-label="Take ${key} out"

@@ -67,7 +67,7 @@ function Consumer({ consumer, lags, may, now }) {
       <div><dt>From</dt><dd>${consumer.peer}${consumer.user ? ` as ${consumer.user}` : ""}</dd></div>
       <div class="wide"><dt>Last rollback</dt><dd>${rollback
         ? `${clock(rollback.time_s)}: partition ${rollback.vb} to seqno ${whole(rollback.to_seqno)}. ${
-            rollback.reason}. ${plural(rollback.rollbacks, "rollback")} since the start.`
+            rollback.reason.replace(/\.$/, "")}. ${plural(rollback.rollbacks, "rollback")} since the start.`
         : "none since the server started"}</dd></div>
     </dl>
     <${Chart} title="Lag over time" format=${short} times=${lags.times} series=${[["lag", lags.values]]} />

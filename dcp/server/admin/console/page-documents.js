@@ -76,7 +76,26 @@ function Versions({ found, isRunning, onMore }) {
     ${found.end && html`<p class="hint">The history ends here: ${found.end}.</p>`}`;
 }
 
-function Document({ found, setFound, may, onChanged }) {
+// Only the master of a partition changes it: {name, url} of that node if it is another one.
+function useMasterElsewhere(isMember, found) {
+  const [master, setMaster] = useState(null);
+  useEffect(() => {
+    if (!isMember) return;
+    ask("GET", "/api/v1/cluster/page").then(({ status, map }) => {
+      const name = map.nodes[map.masters[found.vb]];
+      const node = status.nodes.find((one) => one.name === name);
+      if (!node || name === status.node) return;
+      const port = location.protocol === "https:" ? node.admin_tls_port : node.admin_port;
+      const host = node.address.slice(0, node.address.lastIndexOf(":"));
+      const place = [found.collection, found.key].map(encodeURIComponent).join("/");
+      setMaster({ name, url: `${location.protocol}//${host}:${port}/#/documents/${place}` });
+    }, () => {});
+  }, [isMember, found.vb]);
+  return master;
+}
+
+function Document({ found, setFound, may, onChanged, isMember }) {
+  const master = useMasterElsewhere(isMember, found);
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
   const [isEditing, setEditing] = useState(false);
@@ -88,7 +107,7 @@ function Document({ found, setFound, may, onChanged }) {
     newest.value_encoding !== "utf-8" ? "is binary" :
     // A text area would silently drop them.
     newest.value.includes("\r") ? "has carriage returns" : "");
-  const mayChange = may.write_documents && found.may_write;
+  const mayChange = may.write_documents && found.may_write && !master;
   const refresh = async () => {
     setFound(await ask("GET", PATH + query(who(found))));
     onChanged();
@@ -124,7 +143,9 @@ function Document({ found, setFound, may, onChanged }) {
       ${!cannotEdit && html`<button onClick=${() => setEditing(true)}>${found.is_there ? "Edit" : "Create"}</button>`}
       ${found.is_there && html`<button class="danger" onClick=${remove} disabled=${isRunning}>Delete</button>`}
       ${cannotEdit && html`<span class="hint">It ${cannotEdit} and cannot be edited here; use dcpctl set.</span>`}</p>`}
-    ${!mayChange && html`<p class="hint">Your roles do not allow to change it.</p>`}
+    ${master && html`<p class="notice warn">This node has a copy. It is changed at its master,
+      node ${master.name}: open <code>${master.url}</code> (a link from here would be one of another site).</p>`}
+    ${!mayChange && !master && html`<p class="hint">Your roles do not allow to change it.</p>`}
     ${isEditing && html`<${Editor} title="Value" version=${found.is_there ? newest : null} onSave=${save}
       onCancel=${() => setEditing(false)} isRunning=${isRunning} />`}
     ${notice}${dialog}
@@ -204,7 +225,7 @@ function AsOf() {
   </section>`;
 }
 
-export function DocumentsPage({ may, args }) {
+export function DocumentsPage({ may, args, cluster }) {
   const [notice, run, isRunning] = useAct();
   const [found, setFound] = useState(null);
   const [collection, setCollection] = useState(args[0] || DEFAULT_COLLECTION);
@@ -229,7 +250,7 @@ export function DocumentsPage({ may, args }) {
         <button disabled=${isRunning}>Look up</button></form>
     </div>
     ${notice}
-    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may}
+    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may} isMember=${cluster != null}
       onChanged=${() => setChanges((count) => count + 1)} />`}
     <${Listing} ...${{ collection, prefix, lookUp, changes }} />
     ${may.dump && html`<${AsOf} />`}`;

@@ -134,8 +134,21 @@ dcpctl restore DIR             # also as of a run, or into another server</pre>
 
 // -- settings ---------------------------------------------------------------------------------------
 
+function SettingValue({ setting, again }) {
+  const [notice, run, isRunning] = useAct();
+  const change = (event) => run(async () => {
+    await ask("PUT", `/api/v1/settings/${setting.key}`, { value: event.target.value });
+    await again();
+    return "Changed, until the server ends.";
+  });
+  if (setting.is_live) {
+    return html`<input aria-label=${setting.key} value=${setting.value} size="10" disabled=${isRunning} onChange=${change} />${notice}`;
+  }
+  return setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`;
+}
+
 export function SettingsPage({ head }) {
-  const [found, , failed] = useLoaded(() => ask("GET", "/api/v1/settings"), head.boot);
+  const [found, again, failed] = useLoaded(() => ask("GET", "/api/v1/settings"), head.boot);
   const [text, setText] = useState("");
   const [which, setWhich] = useState("all");
   if (failed || !found) return failed || html`<${Loading} />`;
@@ -144,11 +157,11 @@ export function SettingsPage({ head }) {
   return html`
     <div class="toolbar"><${Field} label="Contains" value=${text} onInput=${(event) => setText(event.target.value)} />
       <${Segments} label="Which" options=${[["all", "All"], ["changed", "Not the default"]]} value=${which} onChange=${setWhich} /></div>
-    <p class="hint" role="status">${plural(shown.length, "setting")}. They are read at the start: dcpd.toml, then DCPD_ variables, then flags.</p>
+    <p class="hint" role="status">${plural(shown.length, "setting")}. They are read at the start: dcpd.toml, then DCPD_ variables, then flags. Those with a field can change now.</p>
     <div tabindex="0" class="scroll card flush"><table class="settings"><caption class="hidden">Settings</caption>
       <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col" class="hide-narrow">Default</th></tr></thead>
       <tbody>${shown.map((setting) => html`<tr key=${setting.key}><th scope="row"><code>${setting.key}</code><small>${setting.meaning}</small></th>
-        <td>${setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`}</td>
+        <td><${SettingValue} setting=${setting} again=${again} /></td>
         <td class="hide-narrow hint">${setting.default}</td></tr>`)}</tbody></table></div>`;
 }
 

@@ -202,16 +202,17 @@ class ClusterChanges:
         if mastership is None:
             master = self._view.partitions[vb_id].content.record.master or "nobody"
             raise ClusterRefusedError(
-                f"this node is not the master of vb {vb_id}, {name_of(self._view, master)} is",
+                f"this node is not the master of partition {vb_id}:"
+                f" {name_of(self._view, master)} is",
                 "Ask that node",
             )
         high_seqno = mastership.part.high_seqno
         if asked.lose > high_seqno:
             raise ClusterRefusedError(
-                f"vb {vb_id} ends at seqno {high_seqno}; it cannot lose {asked.lose} changes"
+                f"partition {vb_id} ends at seqno {high_seqno}; it cannot lose {asked.lose} changes"
             )
         at_seqno = high_seqno - asked.lose
-        note = f"changes {at_seqno + 1} to {high_seqno} of vb {vb_id} are lost on all copies"
+        note = f"changes {at_seqno + 1} to {high_seqno} of partition {vb_id} are lost on all copies"
         try:
             mastership.check_branch(at_seqno)
             if not asked.dry_run:
@@ -383,7 +384,7 @@ def _check_shown(commanded: list[int], shown: frozenset[int] | None) -> None:
     more = sorted(set(commanded) - shown)
     if more:
         raise ClusterRefusedError(
-            f"{len(more)} partitions (vb {more[0]} is the first) have lost their last copy in sync "
+            f"{len(more)} partitions ({more[0]} is the first) have lost their last copy in sync "
             "since you were shown what may be lost, so more would be lost now",
             "Look at it again with --dry-run, and see whether those nodes come back",
         )
