@@ -94,6 +94,15 @@ def test_the_fixture_of_pytest_needs_no_import(python: Path, shop: Path) -> None
     assert "1 passed" in done.stdout
 
 
+def test_pytest_loads_nothing_of_dcpd_but_the_fixtures(python: Path) -> None:
+    """Whoever has dcpd installed pays for the plugin in each run of pytest."""
+    program = "import sys, dcpd.pytest_plugin; print(*[n for n in sys.modules if 'clients' in n])"
+    names = run("-c", program, python=python).stdout.split()
+    assert {name.rpartition(".")[2] for name in names} == {
+        "clients", "testing", "fixture", "lazy_names",
+    }  # fmt: skip
+
+
 def test_type_checkers_find_what_is_wrong(python: Path, shop: Path) -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "typed.py"],
