@@ -29,8 +29,9 @@ from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
 from clients.testing.process import DcpServer, ServerRefusedError
 
-WAIT_S: Final = 30.0
-"""How long an effect is waited for: an election takes some seconds on a machine that is busy."""
+WAIT_S: Final = 90.0
+"""How long an effect is waited for. It takes 3 s at most on a quiet machine, ten times that on one
+that is busy."""
 POLL_S: Final = 0.05
 _T = TypeVar("_T")
 

@@ -48,12 +48,13 @@ def run(server: DcpServer, script: str) -> str:
 
 
 def test_the_shell_blocks(server):
-    start, default, alias, rollbacks, explain, streams, faults = SHELL
+    start, default, alias, rollbacks, many, explain, streams, faults = SHELL
     assert default == "dcpd --data demo &\n", "its place takes the server of this test"
     assert start.startswith("dcpd --port 0 --admin-port 0 --data"), "tried by every DcpServer"
     written = run(server, alias + rollbacks).splitlines()
     assert "partition 92 branched at seqno 3, 2 changes undone" in written[5]
     assert json.loads(written[6])["undone_seqnos"] == 1
+    assert run(server, many) == "1024 partitions branched, 1 change undone\n"
     explained = run(server, alias + explain)
     assert explained.startswith("ROLLBACK to seqno 0\n")
     assert '"answer":"ROLLBACK","rollback_seqno":0' in explained
@@ -65,15 +66,17 @@ def test_the_shell_blocks(server):
     assert told.endswith('{"cleared":0}')
 
 
-def test_the_pytest_example(tmp_path):
-    (example,) = (text for language, text in BLOCKS if language == "python")
-    (tmp_path / "test_example.py").write_text(example)
+def test_the_pytest_examples(tmp_path):
+    examples = [text for language, text in BLOCKS if language == "python"]
+    for number, example in enumerate(examples):
+        (tmp_path / f"test_example{number}.py").write_text(example)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    assert f"{len(examples)} passed" in done.stdout
+    assert len(examples) == 2, "one node, and a cluster"
 
 
 def cells(row: str) -> list[str]:

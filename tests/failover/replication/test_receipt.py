@@ -132,7 +132,7 @@ class TestTheCommand:
         file.write_bytes(pack_cut_off(CUT))
         assert run(["discarded", "show", str(file), "-o", "plain"]) == 0
         out, _ = capfdbinary.readouterr()
-        assert out.splitlines()[1:] == [
+        assert out.splitlines()[2:] == [
             b"9\tdeletion\t300\t\\xff\t0", b"10\tmutation\t0\tone\t100",
         ]  # fmt: skip
         assert run(["discarded", "show", str(file), "-o", "json"]) == 0
