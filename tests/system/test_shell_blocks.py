@@ -35,6 +35,7 @@ NOT_PASTED = {
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
     ("docs/howto/start-a-server.md", "scripts/install"): README,
+    ("docs/howto/monitor.md", "pip install"): NETWORK,
     ("docs/operations.md", "python3 -m pip install --require-hashes"): NETWORK,
     ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -93,6 +94,15 @@ def test_the_fixture_of_pytest_needs_no_import(python: Path, shop: Path) -> None
     assert "1 passed" in done.stdout
 
 
+def test_pytest_loads_nothing_of_dcpd_but_the_fixtures(python: Path) -> None:
+    """Whoever has dcpd installed pays for the plugin in each run of pytest."""
+    program = "import sys, dcpd.pytest_plugin; print(*[n for n in sys.modules if 'clients' in n])"
+    names = run("-c", program, python=python).stdout.split()
+    assert {name.rpartition(".")[2] for name in names} == {
+        "clients", "testing", "fixture", "lazy_names",
+    }  # fmt: skip
+
+
 def test_type_checkers_find_what_is_wrong(python: Path, shop: Path) -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "typed.py"],
@@ -127,3 +137,18 @@ from clients_of_others import dcp
         hatch_build.moved("import os\nimport clients.kv\n", frozenset())
     with pytest.raises(ValueError, match=r"line 1: 'dcp\.wire' is written in a form"):
         hatch_build.moved("from  dcp.wire import frame", frozenset())
+
+
+def test_no_name_of_a_module_is_put_together_from_text() -> None:
+    """`f"clients.{name}"` would not move: write `f"{__package__}.{name}"`."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {part.value}"
+        for package in hatch_build.PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values[:1]
+        if isinstance(part, ast.Constant)
+        and str(part.value).startswith(tuple(f"{name}." for name in hatch_build.PACKAGES))
+    ]
+    assert found == []
