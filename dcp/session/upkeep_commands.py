@@ -70,7 +70,7 @@ class UpkeepCommands:
         try:
             if drops_all or before_s or upto_seqno:
                 upto_seqno = self._purge_seqno(part, before_s, upto_seqno)
-                if upto_seqno or part.has_copies:
+                if upto_seqno:
                     lifecycle.purge(engine, part.vb_id, upto_seqno)
         except lifecycle.HasCopiesError as error:
             raise RefusedError(Status.NOT_SUPPORTED, f"{error}; {error.instead}") from error

@@ -336,7 +336,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.COMPACT_DB: OpSpec(
         _P, "u64 time in s, u64 seqno, u8 all, 7 bytes 0", "-",
         "purge a partition's deletions up to a time and a seqno (0: any), or all of them. The next"
-        " compaction drops them. A partition with copies is refused",
+        " compaction drops them. Replicas follow their master",
     ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",

@@ -151,6 +151,7 @@ async def branched(server, following):
 
 
 async def test_strategy_fail_stops_before_anything_moved(server, caplog):
+    caplog.set_level(logging.INFO, "dcpd.consumer")  # the program gets it as an error
     async with Following(server, on_rollback="fail") as following:
         seqnos = await branched(server, following)
         await asyncio.wait_for(following.task, 10)

@@ -72,11 +72,11 @@ def test_nodes_die_stand_still_and_come_back(
     cluster: DcpCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.kill("n2")
-    assert set(cluster.masters().values()) == {"n1", "n3"}
+    assert "n2" not in cluster.masters().values()
     write(cluster, b"while n2 is away")
     cluster.restart("n2")
     cluster.pause("n3")
-    assert set(cluster.masters().values()) == {"n1", "n2"}
+    assert "n3" not in cluster.masters().values()
     assert value(cluster) == b"while n2 is away"
     cluster.resume("n3")
     assert set(cluster.status()["in_sync_sizes"]) == {"3"}

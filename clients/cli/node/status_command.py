@@ -232,7 +232,7 @@ def _lines(document: dict[str, Any], world: World | None) -> list[tuple[str, str
     uptime_s = document["uptime_s"]
     form = document.get("form", "without an admin port")
     about = (
-        f"{document['server']}, version {document['version']} ({form}),"
+        f"{document['server']}, dcpd {document['version']} ({form}),"
         f" up {age_text(uptime_s) if uptime_s is not None else 'not known'},"
         f" durability {document['durability']}"
     )
