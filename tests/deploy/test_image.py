@@ -330,7 +330,7 @@ def test_the_pods_of_kubernetes_become_a_cluster_and_hand_over(
             pods.until(lambda: pods.are_in_sync(2))
             assert pods.dcpctl("dcpd-2", "get", "key").stdout.strip() == "kept"
             shutil.rmtree(tmp_path / "dcpd-0")  # its disk is lost, and it was the first one
-            removed = pods.dcpctl("dcpd-1", "cluster", "remove", "dcpd-0", "--yes")
+            removed = pods.dcpctl("dcpd-1", "cluster", "remove", "dcpd-0", "--yes", "--wait")
             assert removed.returncode == 0, removed.stderr
             pods.start("dcpd-0")
             pods.until(lambda: pods.are_in_sync(3))
