@@ -268,10 +268,12 @@ def test_changes_are_shown_live_and_a_rollback_as_such(log_in, server: DcpdProce
         expect(rows).to_have_count(6)
         server.branch(vb_id, at=high_seqno)
         expect(rows.first).to_contain_text(f"Partition {vb_id} went back to seqno {high_seqno}: 2")
-        page.get_by_role("radio", name="Deletions").check(force=True)
+        with page.expect_request(lambda request: "kind=deleted" in request.url):
+            page.get_by_role("radio", name="Deletions").check(force=True)
         expect(rows).to_have_count(0)
         page.get_by_label("Key begins with").fill("tail:")
-        page.keyboard.press("Enter")
+        with page.expect_request(lambda request: "prefix=tail" in request.url):
+            page.keyboard.press("Enter")
         expect(page.get_by_text("Live.")).to_be_visible()
         kv.set(b"tail:1", b"y")
         kv.set(b"other", b"z")

@@ -54,7 +54,7 @@ export function ChangesPage() {
   paused.current = isPaused;
   const nextId = useRef(0);
   useEffect(() => {
-    setRows([]); setLeftOut(0); setMissed(0);
+    setRows([]); setLeftOut(0); setMissed(0); setLink({ isUp: false });
     return follow(PATH + query(wanted), (step) => {
       const now = Date.now() / 1000;
       if (step.seconds > 0.1) {
@@ -64,7 +64,7 @@ export function ChangesPage() {
       }
       const fresh = [...versionRows(step), ...step.changes]
         .map((row) => ({ ...row, id: (nextId.current += 1) }))
-        .sort((a, b) => b.time_s - a.time_s);
+        .sort((a, b) => b.time_s - a.time_s || b.id - a.id);
       if (paused.current) { setMissed((count) => count + fresh.length); return; }
       if (step.left_out) setLeftOut((count) => count + step.left_out);
       if (fresh.length) setRows((before) => [...fresh, ...before].slice(0, ROWS_MAX));
