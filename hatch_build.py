@@ -207,6 +207,12 @@ class CustomBuildHook(BuildHookInterface[Any]):
         included = build_data["force_include"]
         lay_out(Path(self.root), Path(self._folder.name) / NAME)
         included[str(Path(self._folder.name) / NAME)] = NAME
+        # Man pages and completion, which scripts/pages writes. File by file: where the selection is
+        # bypassed, hatchling leaves out a folder of shared data.
+        for path in sorted((Path(self.root) / "deploy/share").rglob("*")):
+            if path.is_file():
+                relative = path.relative_to(Path(self.root) / "deploy/share")
+                build_data["shared_data"][str(path)] = str(Path("share") / relative)
         try:
             if asked == "0":
                 raise CompileError("DCPD_COMPILE=0")

@@ -7,20 +7,15 @@ Otherwise a dead master that had written further comes back, both sides call the
 name, and `failover.rules.rollback.decide` finds no difference: the histories diverge. A new version
 is durable before its master serves.
 
-Only a handover makes none, because the old master says where it ended; and the first master of all,
-of a partition that was never written: nobody else has a history by that name.
+Only a handover makes none, because the old master says where it ended.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from failover.rules.history import FailoverLog
 from failover.rules.replication_record import HandedOver, ReplicationRecord
-
-FIRST_MASTER_EPOCH: Final = 2
-"""The epoch of the first master of a partition that was created with its cluster: the record of
-epoch 1 has none (`dcp.server.cluster.joining.enrolment`)."""
 
 
 class FirstStep(NamedTuple):
@@ -42,14 +37,6 @@ def takes_over(handover: HandedOver | None, log: FailoverLog, end_seqno: int) ->
     return handover is not None and handover == (log.current.vb_uuid, end_seqno)
 
 
-def begins_nothing(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> bool:
-    """Return whether a new master is the first one of a partition that nobody has written: it goes
-    on in the version of its folder, as a node alone does, and clients find one version at 0.
-    """
-    is_unused = not end_seqno and len(log.entries) == 1 and log.current.epoch == 0
-    return is_unused and record.epoch == FIRST_MASTER_EPOCH and record.branch is None
-
-
 def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> FirstStep:
     """Return what a new master does before it serves; `log` and `end_seqno` are its own.
 
@@ -67,8 +54,6 @@ def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> F
         return FirstStep(seqno, seqno)
     if takes_over(record.handover, log, end_seqno):
         return FirstStep(None, None, end_seqno)
-    if begins_nothing(record, log, end_seqno):
-        return FirstStep(None, None)
     return FirstStep(None, end_seqno)
 
 

@@ -283,7 +283,7 @@ def test_a_master_that_is_not_heard_is_reported() -> None:
         cluster.tick("b", ns=100 * MS)
     (report,) = cluster.b.session.reported
     assert (report.vb_id, report.epoch, report.end_seqno) == (VB, 2, 0)
-    assert (report.vb_uuid, report.version_epoch) == (cluster.a.part.vb_uuid, 0)
+    assert (report.vb_uuid, report.version_epoch) == (cluster.a.part.vb_uuid, 2)
     cluster.run(500 * MS)
     assert cluster.b.session.reported == (), "it is heard again"
     assert cluster.a.part.state == VbState.ACTIVE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from failover.rules.history import FailoverLog
@@ -30,8 +28,6 @@ from failover.rules.replication_record import (
 LOG = FailoverLog.create(7).branch(8, 500, epoch=1)
 ABC = create("abc")
 HANDED = hand_over(want(ABC, "b"), HandedOver(8, 1000))
-NEW = FailoverLog.create(7)
-FIRST = elect(replace(ABC, master=None), "a")
 BRANCHING = start_branch(ABC, BranchUnderWay(9, 600))
 
 
@@ -44,17 +40,6 @@ BRANCHING = start_branch(ABC, BranchUnderWay(9, 600))
         ("a handover from another end", HANDED, LOG, 1001, (None, 1001, 0)),
         ("a handover in another version", HANDED, LOG.branch(9, 1000), 1000, (None, 1000, 0)),
         ("an election after a handover", elect(HANDED, "b"), LOG, 1000, (None, 1000, 0)),
-        ("the first master of all, nothing written", FIRST, NEW, 0, (None, None, 0)),
-        ("the first master of all, of a folder with data", FIRST, NEW, 1, (None, 1, 0)),
-        (
-            "the first master, after a failover of the folder",
-            FIRST,
-            NEW.branch(8, 0),
-            0,
-            (None, 0, 0),
-        ),
-        ("a first master that is elected again", elect(FIRST, "b"), NEW, 0, (None, 0, 0)),
-        ("a version of an earlier master", FIRST, FailoverLog.create(7, 1), 0, (None, 0, 0)),
         ("a branch that it has not done", elect(BRANCHING, "b"), LOG, 1000, (600, 600, 0)),
         ("a branch above its end", elect(BRANCHING, "b"), LOG, 590, (590, 590, 0)),
         (
