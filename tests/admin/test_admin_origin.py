@@ -135,7 +135,7 @@ async def port(node: SmallNode) -> AsyncIterator[int]:
 
 def concrete(path: str) -> str:
     """Fill in a route's parameters."""
-    names = {"vb": "5", "id": "1", "name": "u", "bucket": "default", "scope": "s"}
+    names = {"vb": "5", "id": "1", "name": "u", "bucket": "default", "scope": "s", "key": "k"}
     for name, value in (names | {"collection": "c"}).items():
         path = path.replace(f"{{{name}}}", value)
     assert "{" not in path
