@@ -66,11 +66,10 @@ async def test_operators_are_told_what_to_use_for_copies(tmp_path: Path) -> None
     async with node_here(tmp_path, {}) as node:
         node.engine.partitions[VB].has_copies = True
         for path, body, instead in (
-            ("branch", {"at": 0}, "want_branch"),
-            ("branch", {"at": 0, "or_zero": True}, "want_branch"),
-            ("failover", {}, "wanted master"),
+            ("branch", {"at": 0}, "dcpctl vb branch"),
+            ("branch", {"at": 0, "or_zero": True}, "dcpctl vb branch"),
+            ("failover", {}, "dcpctl cluster failover --vb VB --lose N"),
             ("state", {"state": "dead"}, "wanted master"),
-            ("purge", {}, "purge_age"),
         ):
             answer = await raw_http.ask(
                 node.ports.admin, "POST", f"/api/v1/vbuckets/{VB}/{path}", raw_http.login(),

@@ -85,7 +85,7 @@ def test_dcpctl_over_tls(server: TlsDcpd, ca: TestCa, capfdbinary) -> None:
     assert run([*tls, "user", "add", "ada", "--role", "all", *new_password("secret1")]) == 0
     assert run([*tls, "--user", "ada", *with_password("secret1"), "user", "list"]) == 0
     out = capfdbinary.readouterr().out
-    assert out.endswith(b"1added user ada\nada\tread, write, stream, admin\n")
+    assert out.endswith(b"1added user ada\nname\troles\nada\tread, write, stream, admin\n")
     records = [json.loads(line) for line in (server.data / "audit.log").read_text().splitlines()]
     assert {record["over"] for record in records} == {"kv-tls", "admin-tls"}
 
