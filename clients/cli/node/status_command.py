@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import Any, Final
 
 import click
@@ -16,7 +17,7 @@ from clients.cli.node.node_facts import (
     total,
     world_of,
 )
-from clients.cli.output import shown_text, write_json, write_raw
+from clients.cli.output import shown_text, table_width, write_json, write_raw
 from clients.kv.sync_client import SyncKv
 
 DISK_FULL_SHARE: Final = 0.9
@@ -219,7 +220,13 @@ def _write(target: Target, document: dict[str, Any], world: World | None) -> Non
         write_raw("".join(f"{name}\t{shown_text(text)}\n" for name, text in lines).encode())
     else:
         width = max(len(name) for name, _ in lines) + 2
-        write_raw("".join(f"{name:<{width}}{shown_text(text)}\n" for name, text in lines).encode())
+        columns = table_width()
+        for name, text in lines:
+            wrapped = fill(
+                shown_text(text), columns, initial_indent=f"{name:<{width}}",
+                subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            write_raw(f"{wrapped}\n".encode())
     if world is not None and world.cluster is not None:
         rows = [[_cell(node, name) for name, _ in _NODE_COLUMNS] for node in document["nodes"]]
         target.show_rows(_NODE_COLUMNS, rows)
