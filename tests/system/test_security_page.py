@@ -65,7 +65,8 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     output = pasted(commands(), tmp_path)
     first = "DCPCTL_PASSWORD=correct-horse dcpctl --user root user list --wait"
     assert output[first].splitlines()[1].startswith("root\t")
-    assert output["dcpctl user show app"].split() == ["read", "app:", "stream"]
+    shown = output["dcpctl user show app"].partition("\n")[2]  # below the header
+    assert shown.split() == ["read", "app:", "stream"]
     assert output['dcpctl --server "dcpds://localhost?tls_ca=cert.pem" get over-tls'] == "1"
     logins = [
         json.loads(line) for line in (tmp_path / "demo" / "audit.log").read_text().splitlines()
