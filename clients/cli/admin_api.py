@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import click
 
@@ -31,6 +31,9 @@ from clients.link.topology import ClusterNode
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
 
+TEMPORARY_REDIRECT: Final = 307
+"""Another node serves the partition; the header Location says which."""
+HOPS_MAX: Final = 3
 _EXIT_CODES: Final = {
     400: EXIT_USAGE,
     401: EXIT_AUTH,
@@ -50,7 +53,7 @@ class AdminRequestError(DcpdError):
 class AdminClient:
     """Requests to the admin API of one node."""
 
-    def __init__(self, target: Target, node: ClusterNode) -> None:
+    def __init__(self, target: Target, node: ClusterNode, *, hops_left: int = HOPS_MAX) -> None:
         if not node.mgmt_port:
             raise ConnectError(
                 "the server has no admin port",
@@ -61,6 +64,8 @@ class AdminClient:
         self._place = f"{node.host}:{node.mgmt_port}"
         self._address = target.address
         self._timeout_s = target.timeout_s
+        self._target = target
+        self._hops_left = hops_left
         address = target.address
         login = b64encode(f"{address.user}:{address.password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {login}"}
@@ -78,7 +83,23 @@ class AdminClient:
         with self._connection() as connection:
             connection.request(method, path, payload, headers)
             response = connection.getresponse()
-            return _answer(response.status, response.read(), self._place)
+            if response.status != TEMPORARY_REDIRECT:
+                return _answer(response.status, response.read(), self._place)
+            other = self._sent_on(response)
+        return other.request(method, path, body, form=form)
+
+    def _sent_on(self, response: HTTPResponse) -> AdminClient:
+        """Return a client for the node that serves the partition of a request. It may be another
+        one by then, for a moment. Raises AdminRequestError.
+        """
+        place = urlsplit(response.headers["Location"])
+        if self._hops_left == 0 or place.hostname is None or place.port is None:
+            raise AdminRequestError(
+                "each node says that another one serves the partition", node=self._place,
+                hint="It is being moved. Try again.",
+            )  # fmt: skip
+        node = self._node._replace(host=place.hostname, mgmt_port=place.port)
+        return AdminClient(self._target, node, hops_left=self._hops_left - 1)
 
     @contextmanager
     def lines(self, path: str) -> Iterator[HTTPResponse]:
@@ -91,6 +112,11 @@ class AdminClient:
             response = connection.getresponse()
             if response.status >= 400:
                 _answer(response.status, response.read(), self._place)
+            if response.status != TEMPORARY_REDIRECT:
+                yield response
+                return
+            other = self._sent_on(response)
+        with other.lines(path) as response:
             yield response
 
     @contextmanager

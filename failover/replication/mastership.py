@@ -50,7 +50,7 @@ from failover.rules.isr import (
 )
 from failover.rules.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.rules.write_answer import Durability, WriteState
-from vbucket.engine.partition import BranchRefusedError, Partition, check_undo
+from vbucket.engine.partition import FloorError, Partition, check_undo
 
 _IN_NO_STORE: Final = 1 << 63
 """Above every revision."""
@@ -279,7 +279,7 @@ class Mastership:
         for member in sorted(self.isr - {self._member}):
             floor = self._floors.get(member, 0)
             if 0 < seqno < floor:
-                raise BranchRefusedError(
+                raise FloorError(
                     f"vb {self.part.vb_id}: member {member} keeps every version from seqno {floor} "
                     f"only; it cannot go back to {seqno}, but to {floor} and above, or to 0"
                 )

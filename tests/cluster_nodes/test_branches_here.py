@@ -83,6 +83,9 @@ async def test_copies_are_branched_purged_and_lose_changes(tmp_path: Path) -> No
             assert sent_on.status == 307
             assert sent_on.headers["location"] == f"http://127.0.0.1:{master.ports.admin}{path}"
             assert part_of(master).high_seqno == 6
+            ran = await ctl(other.ports.kv, "vb", "state", "dead", "--vb", str(VB))
+            assert ran.code == 4, "dcpctl asks the first node, and follows it to the master"
+            assert "has copies on other nodes" in ran.err
             branched = await ask(master, f"{VB}/branch", {"at": 4})
             assert branched.status == 200, branched
             assert (branched.body["undone_seqnos"], branched.body["undone_keys"]) == (2, 1)

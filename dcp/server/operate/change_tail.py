@@ -17,7 +17,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from dcp.server.operate.document_desk import ValueRow, key_row, value_row
+from dcp.server.operate.document_desk import KINDS, ValueRow, key_row, value_row
 from dcp.server.operate.reports import Cas, Count, Seqno, UnixTime, VbId, VbUuid
 from dcp.session.access.rights import Rights
 from dcp.wire.opcode import Opcode
@@ -34,11 +34,6 @@ LOOKS_MAX: Final = 1000
 ROWS_MAX: Final = 100
 """More in half a second is nothing that a person reads."""
 NEW_VERSIONS_MAX: Final = 50
-KINDS: Final = {
-    int(Opcode.DCP_MUTATION): "set",
-    int(Opcode.DCP_DELETION): "deleted",
-    int(Opcode.DCP_EXPIRATION): "expired",
-}
 _BYTES_AT_ONCE: Final = 1 << 20
 _SHOWN: Final = frozenset({VbState.ACTIVE, VbState.REPLICA})
 

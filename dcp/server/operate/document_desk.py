@@ -93,7 +93,7 @@ _OWNER: Final = "(listings)"
 """What its read views count for: no user has this name."""
 _STORE_EXTRAS: Final = Struct(">II")
 _FLAGS_AT: Final = Struct(">52xI")
-_KINDS: Final = {
+KINDS: Final = {
     int(Opcode.DCP_MUTATION): "set",
     int(Opcode.DCP_DELETION): "deleted",
     int(Opcode.DCP_EXPIRATION): "expired",
@@ -696,7 +696,7 @@ def version_of(entry: bytes, *, shows_system: bool) -> StoredVersion:
     """
     opcode, _, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
     version = StoredVersion(
-        _KINDS.get(opcode, "event"), seqno, str(rev_seqno), str(cas), time_of(cas)
+        KINDS.get(opcode, "event"), seqno, str(rev_seqno), str(cas), time_of(cas)
     )
     if opcode == Opcode.DCP_MUTATION:
         (version.flags,) = _FLAGS_AT.unpack_from(entry)

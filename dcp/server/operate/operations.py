@@ -146,7 +146,11 @@ class Operations:
             except (BranchRefusedError, BranchUnknownError, StoreDamagedError) as error:
                 return BranchRefusal(vb_id, str(error))
 
-        answers = await asyncio.gather(*map(one, dict.fromkeys(vb_ids)))
+        chosen = dict.fromkeys(vb_ids)
+        if self._copies is None:  # each is undone at once here: others are answered in between
+            answers = [await one(vb_id) for vb_id in chosen]
+        else:
+            answers = await asyncio.gather(*map(one, chosen))
         return BranchManyReport(
             [answer for answer in answers if isinstance(answer, BranchReport)],
             [answer for answer in answers if isinstance(answer, BranchRefusal)],

@@ -15,7 +15,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.operate.reports import BranchReport
-from vbucket.engine.partition import BranchRefusedError
+from vbucket.engine.partition import BranchRefusedError, VbState
 
 if TYPE_CHECKING:
     from failover.replication.effects import BranchEnded
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 BRANCH_WAIT_S: Final = 15.0
 """A branch takes two changes in the metadata store, and a round to the replicas: some 0.2 s. A copy
 in sync that is dead leaves the in-sync set within seconds."""
+
+
+SERVED_POLL_S: Final = 0.01
 
 
 class BranchUnknownError(Exception):
@@ -58,6 +61,7 @@ class ReplicatedBranches:
             del self._asked[vb_uuid]
         if ended.why_not:
             raise BranchRefusedError(ended.why_not)
+        await self._until_served(vb_id)
         return BranchReport(
             vb=vb_id, vb_uuid=str(vb_uuid), seqno=at_seqno,
             undone_seqnos=ended.undone.seqnos, undone_keys=ended.undone.keys,
@@ -68,6 +72,14 @@ class ReplicatedBranches:
         asked = self._asked.get(ended.vb_uuid)
         if asked is not None and not asked.done():
             asked.set_result(ended)
+
+    async def _until_served(self, vb_id: int) -> None:
+        """Return when clients can go on with a partition, here or at another master."""
+        part = self._engine.partitions[vb_id]
+        for _ in range(int(BRANCH_WAIT_S / SERVED_POLL_S)):
+            if part.state != VbState.FENCED or vb_id not in self._master.masterships:
+                return
+            await asyncio.sleep(SERVED_POLL_S)
 
     def _give_up(self, vb_id: int, vb_uuid: int) -> None:
         if self._master.withdraw_branch(vb_id, vb_uuid):

@@ -41,8 +41,8 @@ from dcp.server.admin.answers import (
 from dcp.server.admin.bodies import ConsoleState, May, Me, NoMembers
 from dcp.server.admin.node_view import ConsoleParts
 from dcp.server.admin.routes.user_routes import roles_of
-from dcp.server.operate.change_tail import KINDS, STEP_S, ChangeTail, TailFilter, TailStep
-from dcp.server.operate.document_desk import DocumentRefusedError
+from dcp.server.operate.change_tail import STEP_S, ChangeTail, TailFilter, TailStep
+from dcp.server.operate.document_desk import KINDS, DocumentRefusedError
 from dcp.server.report.console_view import PartitionDetail
 from dcp.session.access.rights import EVERYTHING, Rights, Role
 from dcp.wire.opcode import Opcode
