@@ -275,6 +275,42 @@ def test_the_error_map_has_lowercase_hexadecimal_keys(peer: Peer) -> None:
     assert document["errors"]["1f"]["name"] == "AUTH_STALE"
 
 
+@pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (9, 2)])
+def test_the_error_map_has_the_newest_format_up_to_the_asked_one(
+    peer: Peer, asked: int, given: int
+) -> None:
+    answer = peer.ask(Opcode.GET_ERROR_MAP, value=asked.to_bytes(2, "big"))
+    assert json.loads(answer.value)["version"] == given
+
+
+def test_there_is_no_error_map_of_version_0(peer: Peer) -> None:
+    assert peer.ask(Opcode.GET_ERROR_MAP, value=b"\0\0").status == Status.KEY_ENOENT
+
+
+@pytest.mark.parametrize(
+    ("opcode", "parts"),
+    [
+        (Opcode.NOOP, {"key": b"k"}),
+        (Opcode.NOOP, {"value": b"v"}),
+        (Opcode.NOOP, {"extras": bytes(4)}),
+        (Opcode.VERSION, {"key": b"k"}),
+        (Opcode.QUIT, {"key": b"k"}),
+        (Opcode.HELLO, {"extras": bytes(4), "key": b"agent"}),
+        (Opcode.SASL_LIST_MECHS, {"key": b"k"}),
+        (Opcode.SASL_AUTH, {"extras": bytes(4), "key": b"PLAIN", "value": b"\0guest\0guest"}),
+        (Opcode.SELECT_BUCKET, {"key": b"default", "value": b"v"}),
+        (Opcode.GET_CLUSTER_CONFIG, {"key": b"k"}),
+        (Opcode.GET_ERROR_MAP, {"key": b"k", "value": b"\0\2"}),
+        (Opcode.STAT, {"extras": bytes(4)}),
+    ],
+)
+def test_parts_that_a_command_does_not_have_are_einval(
+    peer: Peer, opcode: Opcode, parts: dict[str, bytes]
+) -> None:
+    assert peer.ask(opcode, **parts).status == Status.EINVAL
+    assert peer.ask(Opcode.NOOP).status == Status.OK
+
+
 @pytest.mark.parametrize("value", [b"", b"\2", b"\0\0\2"])
 def test_an_error_map_request_names_a_version_of_two_bytes(peer: Peer, value: bytes) -> None:
     assert peer.ask(Opcode.GET_ERROR_MAP, value=value).status == Status.EINVAL
@@ -319,7 +355,8 @@ def test_an_unknown_group_of_statistics_is_enoent(peer: Peer) -> None:
 
 
 def test_seqno_statistics_of_a_bad_partition_are_not_my_vbucket(peer: Peer) -> None:
-    assert peer.ask(Opcode.STAT, key=b"vbucket-seqno 5000").status == Status.NOT_MY_VBUCKET
+    for group in (b"vbucket-seqno", b"dcp-vbtakeover"):
+        assert peer.ask(Opcode.STAT, key=group + b" 5000").status == Status.NOT_MY_VBUCKET
 
 
 SENT_BY_THE_SERVER_ONLY = {
