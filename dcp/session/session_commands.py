@@ -31,7 +31,7 @@ from dcp.wire.status import (
     error_map_document,
 )
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.datatype import SNAPPY
+from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
@@ -238,7 +238,7 @@ class ConnectionCommands:
             return
         if request.key == b"reset":
             self._state.prefixes.clear()
-        stats = self._state.facts.stats(request.key)
+        stats = self._state.facts.stats(request.key + _argument_of(request))
         if stats is None:
             group, _, argument = request.key.partition(b" ")
             known = group in _OF_PARTITIONS and argument
@@ -381,3 +381,20 @@ class ConnectionCommands:
         if part.state == VbState.DEAD:
             raise self._state.elsewhere(part)
         return part
+
+
+def _argument_of(request: Frame) -> bytes:
+    """Return what a STAT's value, a JSON object, adds to its key. Only `stream_format` of the group
+    `dcp` does; other elements are ignored, as the protocol's documents say.
+    """
+    if not request.value:
+        return b""
+    if not request.datatype & JSON:
+        raise RefusedError(Status.EINVAL, "the value of STAT needs the datatype JSON")
+    try:
+        asked = json.loads(request.value)
+    except (ValueError, RecursionError):
+        raise RefusedError(Status.EINVAL, "the value of STAT is no JSON") from None
+    if request.key != b"dcp" or not isinstance(asked, dict) or "stream_format" not in asked:
+        return b""
+    return b" " + json.dumps({"stream_format": asked["stream_format"]}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -13,6 +14,7 @@ import pytest
 from clients.conformance.check import CHECKS, FAIL, PASS
 from clients.testing import DcpServer
 from site_pages.conformance_page import COMPATIBILITY, SECTION, differences, judged
+from support.server import TlsDcpd
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,18 @@ def test_a_wrong_login_is_the_verdict() -> None:
     assert ran.returncode == 1
     assert "SASL_AUTH is answered AUTH_ERROR, not OK" in ran.stdout
     assert "not-the-secret" not in ran.stdout
+
+
+def test_the_kit_speaks_tls(tmp_path: Path) -> None:
+    with TlsDcpd(tmp_path) as server:
+        ran = subprocess.run(
+            [sys.executable, "-m", "clients.cli", "--tls-ca", str(server.ca.path),
+             "conformance", "server", f"dcpds://127.0.0.1:{server.tls_port}",
+             "--dcpd", "--only", "framing,branch.rolls-back"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
+    assert "0 fail, 0 refused, 0 n/a" in ran.stdout
 
 
 def test_list_shows_the_checks_and_an_unknown_name_the_groups() -> None:

@@ -350,6 +350,36 @@ def test_stat_answers_one_response_per_statistic_and_empty_one(
     assert {(a.opcode, a.opaque, a.status) for a in answers} == {(Opcode.STAT, 3, Status.OK)}
 
 
+@pytest.mark.parametrize(
+    ("datatype", "value"), [(0, b"{}"), (1, b"{no json"), (1, b"["), (1, b"[" * 100_000)]
+)
+def test_a_value_of_stat_is_json(node: MemoryNode, datatype: int, value: bytes) -> None:
+    peer = node.connect()
+    peer.hello(Feature.JSON)
+    answer = peer.ask(Opcode.STAT, key=b"dcp", value=value[:60_000], datatype=datatype)
+    assert answer.status == Status.EINVAL
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "group"),
+    [
+        (b"dcp", b'{"stream_format":"skip","x":1}', b'dcp {"stream_format": "skip"}'),
+        (b"dcp", b'{"filter":{"user":"x"}}', b"dcp"),
+        (b"dcp", b"[]", b"dcp"),
+        (b"vbucket-seqno 3", b'{"stream_format":"skip"}', b"vbucket-seqno 3"),
+    ],
+)
+def test_of_the_value_of_stat_only_the_stream_format_counts(
+    node: MemoryNode, monkeypatch: pytest.MonkeyPatch, key: bytes, value: bytes, group: bytes
+) -> None:
+    asked: list[bytes] = []
+    monkeypatch.setattr(node, "stats", lambda group: asked.append(group) or [])
+    peer = node.connect()
+    peer.hello(Feature.JSON)
+    assert peer.ask(Opcode.STAT, key=key, value=value, datatype=1).status == Status.OK
+    assert asked == [group]
+
+
 def test_an_unknown_group_of_statistics_is_enoent(peer: Peer) -> None:
     assert peer.ask(Opcode.STAT, key=b"no-such-group").status == Status.KEY_ENOENT
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Final
 
 MODULES: Final = (
-    "connection", "documents", "opening", "requests", "streams", "contents", "history",
+    "connection", "documents", "opening", "requests", "streams", "contents", "extras", "history",
     "collections",
 )  # fmt: skip
 """In the order of the report."""

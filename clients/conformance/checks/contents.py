@@ -36,7 +36,7 @@ EXPIRES_S = 2
 """How long a document lives whose expiration a check waits for."""
 
 
-def _change(run: Run, token: Written, *features: int, **how: Any) -> Packet:
+def change_of(run: Run, token: Written, *features: int, **how: Any) -> Packet:
     """Return the message of a change."""
     wire = run.dcp(*features, **how)
     got = ended(wire, after(run, wire, token, token))
@@ -54,7 +54,7 @@ def _change(run: Run, token: Written, *features: int, **how: Any) -> Packet:
 def mutation_layout(run: Run) -> None:
     """A mutation has 31 bytes of extras, and key and value."""
     token = written(run, 1, b"some value")[0]
-    got = _change(run, token)
+    got = change_of(run, token)
     got.unpack("QQIIIHB")
     need(got.key == run.key() and got.value == b"some value", f"it is {got}")
 
@@ -63,7 +63,7 @@ def mutation_layout(run: Run) -> None:
 def mutation_cas(run: Run) -> None:
     """A mutation has the CAS that the writer was answered."""
     token = written(run, 1)[0]
-    got = _change(run, token)
+    got = change_of(run, token)
     need(got.cas == token.cas, f"CAS {got.cas}, the writer was answered {token.cas}")
 
 
@@ -72,7 +72,7 @@ def mutation_seqno(run: Run) -> None:
     """A mutation has the seqno of the writer's token."""
     tokens = written(run, 3)
     for token in tokens:
-        _change(run, token)
+        change_of(run, token)
 
 
 @check("mutations.revision", "rev seqno  (32-39)", pages.MUTATION)
@@ -81,7 +81,7 @@ def mutation_revision(run: Run) -> None:
     kv = run.kv()
     for expected in (1, 2, 3):
         token = run.write(kv, run.key(), b"%d" % expected)
-        revision = _change(run, token).unpack("QQIIIHB")[1]
+        revision = change_of(run, token).unpack("QQIIIHB")[1]
         need(revision == expected, f"version {expected} has revision {revision}")
 
 
@@ -89,7 +89,7 @@ def mutation_revision(run: Run) -> None:
 def mutation_flags(run: Run) -> None:
     """A mutation has the flags that were set."""
     token = run.write(run.kv(), run.key(), flags=0xCAFE0102)
-    flags = _change(run, token).unpack("QQIIIHB")[2]
+    flags = change_of(run, token).unpack("QQIIIHB")[2]
     need(flags == 0xCAFE0102, f"the flags are 0x{flags:08x}")
 
 
@@ -98,16 +98,16 @@ def mutation_expiry(run: Run) -> None:
     """A mutation has its expiry as a time since 1970; a relative one is made absolute."""
     at = int(time.time()) + 100_000
     kv = run.kv()
-    expiry = _change(run, run.write(kv, run.key(), expiry=at)).unpack("QQIIIHB")[3]
+    expiry = change_of(run, run.write(kv, run.key(), expiry=at)).unpack("QQIIIHB")[3]
     need(expiry == at, f"the expiry is {expiry}, {at} was set")
-    relative = _change(run, run.write(kv, run.key(), expiry=100_000)).unpack("QQIIIHB")[3]
+    relative = change_of(run, run.write(kv, run.key(), expiry=100_000)).unpack("QQIIIHB")[3]
     need(abs(relative - at) < 60, f"the relative expiry is {relative}, about {at} was meant")
 
 
 @check("mutations.no-meta", "Its length will be set in the nmeta field.", pages.MUTATION)
 def mutation_no_meta(run: Run) -> None:
     """A mutation without extended metadata says nmeta 0, and lock time 0."""
-    fields = _change(run, written(run, 1)[0]).unpack("QQIIIHB")
+    fields = change_of(run, written(run, 1)[0]).unpack("QQIIIHB")
     need(fields[4:6] == (0, 0), f"lock time and nmeta are {fields[4:6]}")
 
 
@@ -115,7 +115,7 @@ def mutation_no_meta(run: Run) -> None:
 def mutation_empty(run: Run) -> None:
     """A document without a value comes without one."""
     token = run.write(run.kv(), run.key(), b"")
-    got = _change(run, token)
+    got = change_of(run, token)
     need(got.opcode == p.MUTATION and got.value == b"", f"it is {got}")
 
 
@@ -126,7 +126,7 @@ def mutation_large(run: Run) -> None:
     """A document of 1 MB comes with each of its bytes."""
     value = bytes(range(256)) * 3_900
     token = run.write(run.kv(), run.key(), value)
-    need(_change(run, token).value == value, "the value is another")
+    need(change_of(run, token).value == value, "the value is another")
 
 
 @check("mutations.key-250", "nkey", pages.DOCUMENT)
@@ -134,7 +134,7 @@ def mutation_long_key(run: Run) -> None:
     """A key of 250 bytes comes with each of its bytes."""
     key = run.key().ljust(250, b"k")
     token = run.write(run.kv(), key)
-    need(_change(run, token).key == key, "the key is another")
+    need(change_of(run, token).key == key, "the key is another")
 
 
 @check("mutations.json", "could be a combination of 0, JSON.", pages.MUTATION)
@@ -142,7 +142,7 @@ def mutation_json(run: Run) -> None:
     """A JSON document has datatype 0x01; another one has 0."""
     kv = run.kv()
     kinds = [
-        _change(run, run.write(kv, run.key(at), value, datatype=bits)).datatype
+        change_of(run, run.write(kv, run.key(at), value, datatype=bits)).datatype
         for at, (value, bits) in enumerate(((b'{"a":[1,2]}', p.JSON), (b"{nothing", 0)))
     ]
     need(kinds == [p.JSON, 0], f"the datatypes are {kinds}")
@@ -152,7 +152,7 @@ def mutation_json(run: Run) -> None:
 def mutation_no_value(run: Run) -> None:
     """With DCP_OPEN flag 0x08, mutations have no value and datatype 0."""
     token = run.write(run.kv(), run.key(), b'{"a":1}', datatype=p.JSON)
-    got = _change(run, token, flags=1 | 0x08)
+    got = change_of(run, token, flags=1 | 0x08)
     need(not got.value and got.datatype == 0, f"it is {got}")
 
 
@@ -164,7 +164,7 @@ def mutation_no_value(run: Run) -> None:
 def mutation_no_value_datatype(run: Run) -> None:
     """With flag 0x40 mutations have no value, and the document's datatype."""
     token = run.write(run.kv(), run.key(), b'{"a":1}', datatype=p.JSON)
-    got = _change(run, token, flags=1 | 0x40)
+    got = change_of(run, token, flags=1 | 0x40)
     need(not got.value and got.datatype == p.JSON, f"it is {got}")
 
 
@@ -180,7 +180,7 @@ def _deleted(run: Run) -> Written:
 @check("deletions.layout", "Total 18 bytes", pages.DELETION)
 def deletion_layout(run: Run) -> None:
     """A deletion has 18 bytes of extras, the key, and no value."""
-    got = _change(run, _deleted(run))
+    got = change_of(run, _deleted(run))
     need(got.opcode == p.DELETION, f"it is {got}")
     got.unpack("QQH")
     need(got.key == run.key() and not got.value, f"it is {got}")
@@ -194,7 +194,7 @@ def deletion_layout(run: Run) -> None:
 )
 def deletion_layout_2(run: Run) -> None:
     """With DCP_OPEN flag 0x20, a deletion has 21 bytes of extras."""
-    got = _change(run, _deleted(run), flags=1 | 0x20)
+    got = change_of(run, _deleted(run), flags=1 | 0x20)
     need(got.opcode == p.DELETION, f"it is {got}")
     got.unpack("QQIB")
 
@@ -202,7 +202,7 @@ def deletion_layout_2(run: Run) -> None:
 @check("deletions.time", "will have a timestamp value in the delete-time field", pages.OPEN)
 def deletion_time(run: Run) -> None:
     """The delete time is 0, or about now."""
-    got = _change(run, _deleted(run), flags=1 | 0x20)
+    got = change_of(run, _deleted(run), flags=1 | 0x20)
     at = got.unpack("QQIB")[2]
     need(at == 0 or abs(at - time.time()) < 3_600, f"the delete time is {at}")
 
@@ -211,7 +211,7 @@ def deletion_time(run: Run) -> None:
 def deletion_cas(run: Run) -> None:
     """A deletion has the CAS that its writer was answered, and a higher revision."""
     token = _deleted(run)
-    got = _change(run, token)
+    got = change_of(run, token)
     need(got.cas == token.cas, f"CAS {got.cas}, the writer was answered {token.cas}")
     revision = got.unpack("QQH")[1]
     need(revision == 2, f"the deletion of a first version has revision {revision}")
@@ -220,7 +220,7 @@ def deletion_cas(run: Run) -> None:
 @check("deletions.no-meta", "Its length will be set in the nmeta field.", pages.DELETION)
 def deletion_no_meta(run: Run) -> None:
     """A deletion says nmeta 0 and datatype 0."""
-    got = _change(run, _deleted(run))
+    got = change_of(run, _deleted(run))
     need(got.unpack("QQH")[2] == 0 and got.datatype == 0, f"it is {got}")
 
 
@@ -233,7 +233,7 @@ def deletion_again(run: Run) -> None:
     """A key that is deleted and stored again comes as a mutation, with a higher revision."""
     _deleted(run)
     token = run.write(run.kv(), run.key(), b"again")
-    got = _change(run, token)
+    got = change_of(run, token)
     need(got.opcode == p.MUTATION and got.value == b"again", f"it is {got}")
     need(got.unpack("QQIIIHB")[1] == 3, f"the revision is {got.unpack('QQIIIHB')[1]}")
 
@@ -305,7 +305,7 @@ def expiration_opcode(run: Run) -> None:
 def expiration_deletes_stay(run: Run) -> None:
     """With the control, a deletion by a client still comes as a deletion, with 21 bytes."""
     token = _deleted(run)
-    got = _change(run, token, flags=1 | 0x20, controls=[("enable_expiry_opcode", "true")])
+    got = change_of(run, token, flags=1 | 0x20, controls=[("enable_expiry_opcode", "true")])
     need(got.opcode == p.DELETION, f"it is {got}")
     got.unpack("QQIB")
 
@@ -358,7 +358,7 @@ def _xattrs(value: bytes) -> tuple[dict[bytes, bytes], bytes]:
 )
 def xattrs_included(run: Run) -> None:
     """With flag 0x04, a mutation has datatype 0x04, the XATTRs and the body."""
-    got = _change(run, _with_xattr(run), flags=1 | 0x04)
+    got = change_of(run, _with_xattr(run), flags=1 | 0x04)
     need(got.datatype & p.XATTR != 0, f"the datatype is 0x{got.datatype:02x}")
     found, body = _xattrs(got.value)
     need(found.get(b"tag") == b'"x"' and body == b'{"a":1}', f"they are {found}, {body!r}")
@@ -371,7 +371,7 @@ def xattrs_included(run: Run) -> None:
 )
 def xattrs_left_out(run: Run) -> None:
     """Without the flag, the mutation has the body only, and no XATTR bit."""
-    got = _change(run, _with_xattr(run))
+    got = change_of(run, _with_xattr(run))
     need(not got.datatype & p.XATTR and got.value == b'{"a":1}', f"it is {got}")
 
 
@@ -382,7 +382,7 @@ def xattrs_left_out(run: Run) -> None:
 )
 def xattrs_without_value(run: Run) -> None:
     """With flags 0x04 and 0x08, the mutation has the XATTRs only, and datatype 0x04."""
-    got = _change(run, _with_xattr(run), flags=1 | 0x0C)
+    got = change_of(run, _with_xattr(run), flags=1 | 0x0C)
     need(got.datatype == p.XATTR, f"the datatype is 0x{got.datatype:02x}")
     found, body = _xattrs(got.value)
     need(b"tag" in found and not body, f"they are {found}, and a body {body!r}")
@@ -391,7 +391,7 @@ def xattrs_without_value(run: Run) -> None:
 @check("xattrs.none", "datatype could be many combinations. e.g. 0, XATTR", pages.MUTATION)
 def xattrs_none(run: Run) -> None:
     """With flag 0x04, a document without XATTRs has no XATTR bit."""
-    got = _change(run, written(run, 1)[0], flags=1 | 0x04)
+    got = change_of(run, written(run, 1)[0], flags=1 | 0x04)
     need(not got.datatype & p.XATTR and got.value == b"v", f"it is {got}")
 
 
@@ -437,7 +437,7 @@ def snappy_passive(run: Run) -> None:
     """A value that was stored compressed comes compressed or plain, and says which."""
     kv = run.kv(SNAPPY)
     token = run.write(kv, run.key(), _snappy(_LONG), datatype=p.SNAPPY)
-    got = _change(run, token, SNAPPY)
+    got = change_of(run, token, SNAPPY)
     value = _plain(got.value) if got.datatype & p.SNAPPY else got.value
     need(value == _LONG, "the value is another")
 
@@ -452,7 +452,7 @@ def snappy_not_negotiated(run: Run) -> None:
     """A value that was stored compressed comes plain to a client without Snappy."""
     kv = run.kv(SNAPPY)
     token = run.write(kv, run.key(), _snappy(_LONG), datatype=p.SNAPPY)
-    got = _change(run, token)
+    got = change_of(run, token)
     need(not got.datatype & p.SNAPPY and got.value == _LONG, f"it is {got}")
 
 

@@ -497,9 +497,9 @@ def log_key(run: Run) -> None:
 # -- statistics ------------------------------------------------------------------------------------
 
 
-def _stats(wire: Wire, key: bytes) -> dict[str, str]:
+def _stats(wire: Wire, key: bytes, value: bytes = b"") -> dict[str, str]:
     """Return a group of statistics, up to the packet without key and value."""
-    opaque = wire.send(p.STAT, key=key)
+    opaque = wire.send(p.STAT, key=key, value=value, datatype=p.JSON if value else 0)
     found: dict[str, str] = {}
     while True:
         answer = need_status(wire.expect(opaque), may_refuse=True)
@@ -570,6 +570,38 @@ def stats_dcp(run: Run) -> None:
     run.dcp(name=name)
     found = _stats(run.kv(), b"dcp")
     need(any(name in key for key in found), "the connection's name is in none of them")
+
+
+@check(
+    "stats.dcp-skip",
+    '"skip" - no stream statistics are generated',
+    _BINARY,
+)
+def stats_dcp_skip(run: Run) -> None:
+    """STAT `dcp` with the value {"stream_format":"skip"} leaves streams out."""
+    name = run.dcp_name()
+    run.opened(run.dcp(name=name))
+    kv = run.kv(JSON)
+    need(any(":stream_" in key for key in _stats(kv, b"dcp")), "streams are not shown at all")
+    found = [key for key in _stats(kv, b"dcp", b'{"stream_format":"skip"}') if ":stream_" in key]
+    need(not found, f"it has {found[:1]}")
+
+
+@check(
+    "stats.value",
+    "If a value is present it must be a JSON payload (and the JSON datatype set)",
+    _BINARY,
+)
+def stats_value(run: Run) -> None:
+    """STAT with a value that is no JSON is EINVAL."""
+    answer = run.kv(JSON).ask(p.STAT, key=b"dcp", value=b"{no json", datatype=p.JSON)
+    need_status(answer, p.EINVAL)
+
+
+@check("stats.value-unknown", "ignore unknown elements in the provided JSON.", _BINARY)
+def stats_value_unknown(run: Run) -> None:
+    """STAT `dcp` with a value of unknown elements is OK."""
+    _stats(run.kv(JSON), b"dcp", b'{"conformance":1}')
 
 
 @check("stats.random-key", "A random key and value", pages.RANDOM_KEY)

@@ -373,6 +373,16 @@ def noop_unanswered(run: Run) -> None:
         )
 
 
+@check("noop.to-producer", "If a No-Op reequest is sent to a Producer.", pages.NOOP)
+def noop_to_producer(run: Run) -> None:
+    """DCP_NOOP to a producer is refused, or ends the connection."""
+    try:
+        answer = run.dcp().ask(p.DCP_NOOP)
+    except ClosedError:
+        return
+    need(answer.field != p.OK, "a producer answers DCP_NOOP with OK")
+
+
 @check(
     "noop.off",
     "Dead connection detection is turned off by default and must be enabled by the Consumer.",

@@ -31,7 +31,7 @@ from clients.conformance.snapshots import (
     marker_of,
     seqno_of,
 )
-from clients.conformance.wire import ClosedError, Wire
+from clients.conformance.wire import Wire
 
 EXPIRES_S = 2
 """How long a document lives whose expiration a check waits for."""
@@ -348,17 +348,3 @@ def abandoned(run: Run) -> None:
     run.opened(wire)
     wire.close()
     ended(other := run.dcp(), after(run, other, tokens[0], tokens[-1]))
-
-
-@check("streams.for-consumers", "If this command is sent to a consumer endpoint.", pages.CONTROL)
-def for_consumers(run: Run) -> None:
-    """A mutation that is sent to a producer is refused, or ends the connection."""
-    wire = run.dcp()
-    run.opened(wire)
-    extras = pack(">QQIIIHB", 1, 1, 0, 0, 0, 0, 0)
-    opaque = wire.send(p.MUTATION, run.vb, key=b"k", extras=extras, value=b"v")
-    try:
-        answer = wire.expect(opaque)
-    except ClosedError:
-        return
-    need(answer.field != p.OK, "a producer took a mutation")
