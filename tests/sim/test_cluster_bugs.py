@@ -42,7 +42,7 @@ FOUND_BY = {
     "truncates-to-hw": (1, "in the in-sync set"),
     "no-version": (50, "follows"),
     "handover-unchecked": (0, "has another change with seqno"),
-    "old-record-believed": (62, "a replica answered what was not committed"),
+    "old-record-believed": (150, "documents, and it counts"),
     "forgets-seen": (0, "in the in-sync set"),
     "unseen-shrink": (0, "in the in-sync set"),
     "streams-show-synced": (0, "was committed"),
