@@ -53,6 +53,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
     "spans for OpenTelemetry": Feature(1, 230),
     "import dcpd": Feature(5, 80),
+    "backups in the console and in dcpctl backup list": Feature(3, 327),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

@@ -51,6 +51,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
+from dcp.server.operate.backup_receipts import Backups
 from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
@@ -472,7 +473,7 @@ class Node:
                 engine, self._commits.until_synced, log.info,
                 share=None if replicated is None else replicated.change_manifest,
             ),
-            cluster=self._cluster_operations,
+            backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip

@@ -155,7 +155,7 @@ class SmallNode:
         self.bucket = "default"
         self.refusals = Refusals()
         self.meter = Meter()
-        self.dumps = None
+        self.dumps = self.backups = None
         self.cluster = None
         self.console = SimpleNamespace(
             view=None,

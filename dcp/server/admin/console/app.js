@@ -23,7 +23,7 @@ const PAGES = [
   { id: "consumers", title: "Consumers", view: ConsumersPage, shows: "consumers", group: "Data" },
   { id: "collections", title: "Collections", view: CollectionsPage, shows: "none", group: "Data" },
   { id: "users", title: "Users", view: UsersPage, shows: "none", group: "Manage", needs: operates },
-  { id: "backups", title: "Backups", view: BackupsPage, shows: "none", group: "Manage" },
+  { id: "backups", title: "Backups", view: BackupsPage, shows: "none", group: "Manage", needs: operates },
   { id: "settings", title: "Settings", view: SettingsPage, shows: "none", group: "Manage", needs: operates },
   { id: "log", title: "Log", view: LogPage, shows: "none", group: "Manage", needs: operates },
   { id: "bench", title: "Test bench", view: BenchPage, shows: "none", group: "Manage",
