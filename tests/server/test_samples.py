@@ -107,9 +107,10 @@ class FollowerOf:
     def __init__(self, name: str, *streams: Stream) -> None:
         producer = SimpleNamespace(
             name=name.encode(), streams=lambda: iter(streams), phase_of=lambda one: one.phase,
-            unacked_bytes=0, window_bytes=0,
+            unacked_bytes=0, window_bytes=0, unacked_s=lambda _now_ns: self.unacked_s,
         )  # fmt: skip
         self.peer = f"peer of {name}"
+        self.unacked_s = 0.0
         self.session = SimpleNamespace(state=SimpleNamespace(producer=producer, user="u"))
 
 
@@ -144,6 +145,14 @@ def test_consumers_lag_is_sum_of_its_streams_and_maps_is_largest() -> None:
     }  # fmt: skip
     assert watch.vb_lags == [50, 0, 2, 0]
     assert watch.lag_items == 62
+
+
+def test_lag_in_seconds_counts_what_was_not_acknowledged() -> None:
+    orders = FollowerOf("orders", Stream(0, 101))
+    watch, _ = watch_of(orders)
+    orders.unacked_s = 7.0
+    watch.measure(1000)
+    assert (found(watch)["orders"].lag_items, found(watch)["orders"].lag_s) == (0, 7.0)
 
 
 def test_consumer_that_goes_stays_an_hour_and_returns_as_itself() -> None:

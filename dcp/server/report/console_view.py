@@ -188,7 +188,10 @@ class ConsumerRow(msgspec.Struct):
     lag_items: Annotated[Count, Meta(description="Seqnos that are still to be sent.")]
     lag_s: Annotated[
         float,
-        Meta(description="Age of the oldest one, to within a sample; 0: none is older than that."),
+        Meta(
+            description="Age of the oldest change that it was not sent, or has not acknowledged, to"
+            " within a sample; 0: none is older than that."
+        ),
     ]
     seqnos_per_s: Annotated[float, Meta(description="How fast its streams move on.")]
     unacked_bytes: int
