@@ -9,6 +9,7 @@ import logging
 from types import SimpleNamespace
 
 from dcp.server.access.access import Access
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
@@ -142,6 +143,8 @@ class SmallNode:
     def __init__(self, users, data):
         self.users = users
         self.settings = Settings(data=data, audit="off")
+        self.live = LiveSettings(self.settings)
+        self.live.follow("log_level", lambda _level: None)
         self.log = EventLog(logging.getLogger())
         self.access = Access(self.settings, users, self.log)
         self.is_ready = True

@@ -75,7 +75,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
-        *server_routes.routes(parts.settings, parts.log),
+        *server_routes.routes(parts.live, parts.log),
         *backup_routes.routes(parts.backups),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),

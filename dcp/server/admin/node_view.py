@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
-from dcp.server.config.settings import Settings
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
@@ -72,7 +72,7 @@ class ConsoleParts:
 class AdminParts:
     """See the module. Each set of routes gets the parts that it uses."""
 
-    settings: Settings
+    live: LiveSettings
     log: EventLog
     access: Access
     users: Users

@@ -13,7 +13,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dcp.server.config.settings import Settings
 from dcp.server.operate.reports import Count, Seqno, UnixTime, VbId, VbUuid
 from dcp.server.report.consumer_watch import STATES, WatchedConsumer
 from dcp.server.report.metric_sources import MetricSources
@@ -220,10 +219,9 @@ class ConsumerList(msgspec.Struct):
 class ConsoleView:
     """See the module."""
 
-    def __init__(self, sources: MetricSources, sampler: Sampler, settings: Settings) -> None:
+    def __init__(self, sources: MetricSources, sampler: Sampler) -> None:
         self._sources = sources
         self._sampler = sampler
-        self._settings = settings
         self._boot = secrets.token_hex(4)
         self._made_for = -1
         """The sample that the kept bytes belong to."""
@@ -324,7 +322,7 @@ class ConsoleView:
         )  # fmt: skip
 
     def _gauges(self) -> list[Gauge]:
-        sources, settings = self._sources, self._settings
+        sources, settings = self._sources, self._sources.about.live.now
         keyspace, cache = sources.engine.keyspace, sources.engine.item_cache
         disk = self._sampler.disk.last
         log_bytes = None if disk is None else disk.log_bytes
