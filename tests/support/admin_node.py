@@ -71,9 +71,9 @@ class SmallOperations:
     async def branch(self, vb_id, at_seqno):
         await asyncio.sleep(0)
         if at_seqno == 6:
-            raise StoreDamagedError("a block of vb 5")
+            raise StoreDamagedError("a block of partition 5")
         if at_seqno > 10:
-            raise BranchRefusedError(f"vb {vb_id} ends at seqno 10")
+            raise BranchRefusedError(f"partition {vb_id} ends at seqno 10")
         self.told.append((vb_id, at_seqno))
         return {"vb": vb_id, "seqno": at_seqno}
 
