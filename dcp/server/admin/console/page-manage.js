@@ -120,8 +120,10 @@ export function UsersPage() {
 
 const OUTCOMES = { running: ["warn", "no end yet"], done: ["live", "done"], failed: ["bad", "failed"], damaged: ["bad", "damaged"] };
 
+const outcomeOf = ({ kind, result }) => (kind === "verify" && result === "done" ? ["live", "sound"] : OUTCOMES[result]);
+
 function BackupRow({ user, peer, report }) {
-  const [kind, text] = OUTCOMES[report.result];
+  const [kind, text] = outcomeOf(report);
   const isRun = report.kind === "run";
   return html`<tr class=${kind === "bad" ? "row-bad" : ""}>
     <td class="nowrap">${clock(report.started_s)}${report.ended_s != null
@@ -139,7 +141,7 @@ function BackupRow({ user, peer, report }) {
 function ArchiveTile({ archive, reports, now }) {
   const newest = (kind) => reports.find((one) => one.kind === kind && one.result !== "running");
   const run = newest("run"), check = newest("verify");
-  const ago = (report) => `${OUTCOMES[report.result][1]}, ${duration(Math.max(0, now - report.ended_s))} ago`;
+  const ago = (report) => `${outcomeOf(report)[1]}, ${duration(Math.max(0, now - report.ended_s))} ago`;
   return html`<${Tile} name=${archive} value=${run ? (run.result === "done" ? `run ${run.run}` : "failed") : "no run yet"}
     note=${`${run ? ago(run) : ""}; ${check ? `check: ${ago(check)}` : "never checked"}`} />`;
 }
