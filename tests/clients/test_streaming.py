@@ -251,7 +251,7 @@ def test_the_window_is_acknowledged_when_half_of_it_is_used(sizes):
         unacked = 0 if acks else unacked
 
 
-def test_what_is_less_than_half_of_the_window_is_acknowledged_after_a_second():
+def test_less_than_half_of_the_window_is_acknowledged_in_time():
     owner, stream = Owner(), One()
     owner.connection.acknowledge(0)
     assert owner.connection.next_due_ns is None, "there is nothing to acknowledge"

@@ -11,7 +11,7 @@ S = 1_000_000_000
 WINDOW = 1000
 
 
-def test_a_client_that_acknowledges_everything_is_late_when_it_stops() -> None:
+def test_a_client_is_late_when_it_stops_acknowledging() -> None:
     ages = AckAges()
     ages.mark(0, 100)
     ages.acknowledged(100)
@@ -25,7 +25,7 @@ def test_a_client_that_acknowledges_everything_is_late_when_it_stops() -> None:
     assert ages.oldest_s(30 * S, WINDOW) == 20, "it acknowledges single bytes, and not those of 10"
 
 
-def test_before_the_first_acknowledgement_half_of_the_window_counts() -> None:
+def test_before_the_first_one_half_of_the_window_counts() -> None:
     ages = AckAges()
     ages.mark(0, WINDOW // 2)
     assert ages.oldest_s(100 * S, WINDOW) == 0
