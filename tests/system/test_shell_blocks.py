@@ -41,6 +41,7 @@ NOT_PASTED = {
     ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
     ("docs/operations.md", "dcpctl stream list"): "tests/cli/test_stream_commands.py",
+    ("docs/operations.md", "dcpctl config show"): "tests/cli/test_config_and_logs.py",
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl discarded show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
