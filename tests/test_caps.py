@@ -45,6 +45,7 @@ class Feature(NamedTuple):
 FEATURES: Final[dict[str, Feature]] = {
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
+    "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
     "dcpctl status on one screen, dcpctl top": Feature(5, 573),
     "dcpctl bench": Feature(4, 570),

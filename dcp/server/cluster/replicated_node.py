@@ -203,7 +203,9 @@ class ReplicatedNode:
         self.sent_map = SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self.sent_map.version)
         self._raising = RaisedLife(self._life, access.meta)
-        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
+        self.manifest = SharedManifest(
+            session, parts.engine, access, self.core.resolve_counts, parts.log
+        )
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.figures = OwnFigures(session, access.meta)
@@ -466,6 +468,7 @@ class ReplicatedNode:
         self._clock.tick(now_ns)
         self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
+        self.manifest.look(now_ns)
         self.core.time_passes(now_ns)
         if self._turns >= self._core_turn and self._looks.is_due(now_ns):
             self._core_turn = self._turns + CORE_TURNS
@@ -514,7 +517,7 @@ class ReplicatedNode:
         if isinstance(effect, ViewChanged):
             if was_set_back := self._life.look():
                 self._log.warning(was_set_back)
-            self.manifest.adopt()
+            self.manifest.view_changed()
             self._adopt_users()
             self._clock.view_changed()
             if may_act:
