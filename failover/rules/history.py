@@ -105,9 +105,14 @@ class FailoverLog:
 
         Versions that began above `seqno` are removed: they are not part of this history. One that
         began at `seqno` stays. If there are too many entries, the oldest is removed.
+
+        The first master of a new cluster finds the folder's own version (epoch 0) with nothing in
+        it, and its version takes that one's place: a new partition has one version, as in a new
+        Couchbase bucket. Nobody holds a change of the version that goes.
         """
         began_in = self.current.epoch if epoch is None else epoch
-        kept = self._begun_up_to(seqno)
+        is_first = seqno == 0 and self.current.epoch == 0 < began_in
+        kept = () if is_first else self._begun_up_to(seqno)
         return FailoverLog((Version(vb_uuid, seqno, began_in), *kept)[:entries_max])
 
     def cut(self, seqno: int) -> FailoverLog:

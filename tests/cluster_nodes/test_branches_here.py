@@ -72,6 +72,8 @@ async def test_copies_are_branched_purged_and_lose_changes(tmp_path: Path) -> No
     async with ClusterHere(tmp_path, test_mode="on") as cluster:
         await of_two(cluster)
         master, other = nodes(cluster)
+        assert len(uuids(master)) == 1, "a new partition has one version, that of its master"
+        assert uuids(master) == uuids(other)
         async with cluster.client("n1") as kv:
             for number in range(6):
                 await kv.set(b"hello", b"%d" % number)

@@ -23,8 +23,8 @@ from vbucket.engine.partition import Partition, VbState
 
 LOOK_NS: Final = 20 * MS
 
-Held = tuple[FailoverLog, int]
-"""The versions that a member has of a partition, and the last seqno on its disk."""
+Held = tuple[FailoverLog, int, int]
+"""The versions that a member has of a partition, the last seqno on its disk, its leader epoch."""
 
 
 class Watched(Protocol):
@@ -140,11 +140,14 @@ class InSyncWatch:
 
     def _look_at(self, vb_id: int) -> None:
         claim = self._claims[vb_id]
-        for member in sorted(self._record_of(vb_id).isr):
+        record = self._record_of(vb_id)
+        for member in sorted(record.isr):
             held = self._held(member, vb_id)
             if held is None:
                 continue
-            log, synced_seqno = held
+            log, synced_seqno, leader_epoch = held
+            if leader_epoch < record.epoch == record.unclean_epoch:
+                continue  # it has not seen yet that it was elected: what that excuses is not noted
             end = log.upper_of(claim.vb_uuid, synced_seqno)
             if end is not None:
                 # A replica has its master's versions before it has the changes in them.
@@ -166,7 +169,7 @@ class InSyncWatch:
         if found is None:
             return None
         part = found[1].engine.partitions[vb_id]
-        return part.failover, part.synced_seqno
+        return part.failover, part.synced_seqno, part.leader_epoch
 
     # -- masters -----------------------------------------------------------------------------------
 
