@@ -28,9 +28,10 @@ Invariant: a node changes no user by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.server.access.users import Users
 from dcp.server.access.users_file import UsersFileError
@@ -131,6 +132,13 @@ class ManifestNotChangedError(Exception):
     """The change may not have happened; the text says why."""
 
 
+class ChangedManifest(NamedTuple):
+    """A list that is in force, and the names of nodes that have not written its events yet."""
+
+    manifest: Manifest
+    behind: list[str]
+
+
 EVERYWHERE_S: Final = 5.0
 """A node that stands still has lost its lease by then, and other masters its partitions."""
 WRITE_NS: Final = 1_000_000_000
@@ -142,11 +150,10 @@ class SharedManifest:
 
     def __init__(
         self, session: ClusterSession, engine: Engine, access: MetaAccess,
-        settle: Callable[[], None], log: EventLog,
+        settle: Callable[[], None],
     ) -> None:  # fmt: skip
         self._session = session
         self._view = session.view
-        self._log = log
         self._engine = engine
         self._access = access
         self._settle = settle
@@ -200,8 +207,8 @@ class SharedManifest:
             if parts[vb_id].state == VbState.ACTIVE and parts[vb_id].committed_seqno < seqno
         }
 
-    async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Change the list of the cluster; return it when this node has it. Raises
+    async def change(self, change: Callable[[Manifest], Manifest]) -> ChangedManifest:
+        """Change the list of the cluster; return it when the nodes have it. Raises
         ManifestNotChangedError, and what `change` raises.
         """
         for _ in range(TRIES):
@@ -228,7 +235,7 @@ class SharedManifest:
             if is_replaced:
                 await self._until_seen(after.uid)
                 await self._until_everywhere(after.uid)
-                return after
+                return ChangedManifest(after, self._behind(after.uid))
             await self._wait(changed)
         raise ManifestNotChangedError("others change the collections all the time; try again")
 
@@ -237,20 +244,17 @@ class SharedManifest:
             await self._wait(self._changed)
 
     async def _until_everywhere(self, uid: int) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EVERYWHERE_S):
                 while self._behind(uid):
                     await self._changed.wait()
-        except TimeoutError:
-            names = ", ".join(sorted(name_of(self._view, each) for each in self._behind(uid)))
-            self._log.warning("collections are not on all nodes yet", manifest_uid=uid, nodes=names)
 
     def _behind(self, uid: int) -> list[str]:
-        """Return the members that run and have not written the events. One without a record has an
+        """Return the nodes that run and have not written the events. One without a record has an
         older version, or has just started and waits for the list before it serves.
         """
         return [
-            member
+            name_of(self._view, member)
             for member, stored in self._view.collections.items()
             if stored.content.uid < uid and member in self._view.alive
         ]
