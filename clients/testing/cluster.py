@@ -265,7 +265,8 @@ class DcpCluster:
         alive = {node["name"] for node in status["nodes"] if node["is_alive"]}
         copies = str(min(self.copies, len(running)))
         is_level: bool = status["in_sync_sizes"] == {copies: status["partitions"]}
-        return is_level and running <= alive and not status["plan"]
+        is_done = is_level and running <= alive and not status["plan"]
+        return is_done and None not in self.masters().values()
 
     def _until_others_serve(self, name: str) -> None:
         if name != next(iter(self.nodes)):  # the metadata store is in the first one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -190,11 +189,13 @@ def test_a_demo_is_controlled_until_it_is_ended(tmp_path: Path) -> None:
     ]  # fmt: skip
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        url = json.loads(demo.stdout.readline())["control"]
-        status, state = ask(url, "GET", "/state")
-        assert (status, set(state["masters"])) == (200, {"n1"})
-        assert ask(url, "POST", "/kill", {"name": "n1"}) == (200, {"result": None})
-        (node,) = ask(url, "GET", "/state")[1]["nodes"]
-        assert node["state"] == "down"
-        assert ask(url, "POST", "/restart", {"name": "n1"})[0] == 200
-        demo.send_signal(signal.SIGTERM)
+        try:
+            url = json.loads(demo.stdout.readline())["control"]
+            status, state = ask(url, "GET", "/state")
+            assert (status, set(state["masters"])) == (200, {"n1"})
+            assert ask(url, "POST", "/kill", {"name": "n1"}) == (200, {"result": None})
+            (node,) = ask(url, "GET", "/state")[1]["nodes"]
+            assert node["state"] == "down"
+            assert ask(url, "POST", "/restart", {"name": "n1"})[0] == 200
+        finally:
+            demo.terminate()
