@@ -79,6 +79,8 @@ NAME_BYTES_MAX: Final = 200
 """Maximum length of the name in DCP_OPEN."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
+FROM_REPLICAS: Final = b"x_from_replicas"
+"""Control: copies that are not masters serve the connection, too."""
 EXACT_END: Final = b"x_exact_end"
 """Control: a stream stops at its end seqno. DCP completes the snapshot that the end is in; a client
 without this extension of the server may get changes above the end."""
@@ -144,6 +146,8 @@ class Setup(NamedTuple):
     """Optional controls, set to "true"."""
     draw: Callable[[], float] | None = None
     """Returns random numbers from 0 up to 1: each cuts a pause by up to half. None: no cuts."""
+    asks_replicas: bool = False
+    """High seqnos are those of replicas, too."""
 
 
 class StreamConnection(Generic[S]):
@@ -244,7 +248,7 @@ class StreamConnection(Generic[S]):
             on_seqnos(parse_vb_seqnos(frame.value))
 
         # A replica that hears no master would make the node refuse all.
-        extras = b"" if of_replicas_too else _ACTIVE_ONLY
+        extras = b"" if of_replicas_too or self._setup.asks_replicas else _ACTIVE_ONLY
         self.requests.send(
             lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque, extras=extras),
             on_reply,
