@@ -1,6 +1,7 @@
 """All documents in a table of SQLite: positions are committed with the effects of the events.
 
     python examples/sqlite_mirror.py 127.0.0.1:11210 mirror.db      follow until Ctrl-C
+    dcpctl conformance consumer -- python examples/sqlite_mirror.py      try what may happen to it
     sqlite3 mirror.db "SELECT * FROM documents LIMIT 10"
 
 You may kill it at any time: it resumes exactly where it stopped. If history branches it undoes what
@@ -11,6 +12,8 @@ the server undid, with a journal of replaced values. (This journal grows without
 import argparse
 import asyncio
 import contextlib
+import json
+import os
 import sqlite3
 import sys
 import time
@@ -96,11 +99,22 @@ class Progress:
         print(*(f"{kind}s: {self._counts[kind]:,} " for kind in kinds), file=sys.stderr)
 
 
+def show(db: sqlite3.Connection, path: str) -> None:
+    """Write all documents to a file, for `dcpctl conformance consumer`."""
+    rows = db.execute("SELECT key, value FROM documents")
+    documents = {key.decode(): value.decode() for key, value in rows}
+    with open(f"{path}.new", "w") as file:
+        json.dump(documents, file)
+    os.replace(f"{path}.new", path)
+
+
 async def main(server: str, path: str, *, until_now: bool) -> None:
     progress = Progress()
 
     def take(delivery: Delivery) -> None:
         apply(db, delivery)
+        if shown := os.environ.get("DOCUMENTS_FILE"):
+            show(db, shown)
         progress.count(delivery)
 
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -116,8 +130,13 @@ async def main(server: str, path: str, *, until_now: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("server", metavar="HOST:PORT", help="for example 127.0.0.1:11210")
-    parser.add_argument("path", metavar="FILE", help="the mirror; it is created if there is none")
+    env = os.environ
+    parser.add_argument("server", metavar="HOST:PORT", help="for example 127.0.0.1:11210",
+                        nargs="?" if "PORT" in env else None,
+                        default=f"{env.get('HOST')}:{env.get('PORT')}")  # fmt: skip
+    parser.add_argument("path", metavar="FILE", help="the mirror; it is created if there is none",
+                        nargs="?" if "STATE_DIR" in env else None,
+                        default=f"{env.get('STATE_DIR')}/mirror.db")  # fmt: skip
     parser.add_argument("--until-now", action="store_true", help="end when it has caught up")
     options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):

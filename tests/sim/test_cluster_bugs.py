@@ -42,7 +42,7 @@ FOUND_BY = {
     "truncates-to-hw": (1, "in the in-sync set"),
     "no-version": (50, "follows"),
     "handover-unchecked": (0, "has another change with seqno"),
-    "old-record-believed": (29, "documents, and it counts"),
+    "old-record-believed": (150, "documents, and it counts"),
     "forgets-seen": (0, "in the in-sync set"),
     "unseen-shrink": (0, "in the in-sync set"),
     "streams-show-synced": (0, "was committed"),
@@ -54,7 +54,7 @@ FOUND_BY = {
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),
-    "old-copy-counts": (116, "in the in-sync set"),
+    "old-copy-counts": (103, "in the in-sync set"),
     "fenced-are-told": (9, "has another change with seqno"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others

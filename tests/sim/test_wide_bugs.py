@@ -20,7 +20,7 @@ FOUND_BY = {
     "pushed-first": (1, "is not linearizable"),
     "counts-from-initial": (1, "is not linearizable"),
     "appends-before": (6, "is not linearizable"),
-    "replica-shows-newest": (9, "a replica answered what was not committed"),
+    "replica-shows-newest": (17, "a replica answered what was not committed"),
     "drop-keeps-count": (23, "documents, and it counts"),
     "collection-id-again": (23, "the record says item_count"),
     "drop-untold": (67, "the master has nothing"),
@@ -32,7 +32,7 @@ FOUND_BY = {
     "checksum-unread": (37, "refuses to start"),
     "deletes-unmerged": (1, "documents, and it counts"),
     "timeout-is-success": (18, "is not linearizable"),
-    "level-is-nothing": (14, "is not linearizable"),
+    "level-is-nothing": (17, "is not linearizable"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
 with `python -m tests.sim --bug all --seeds 400`.
