@@ -423,6 +423,12 @@ def run(arguments: list[str] | None = None) -> int:
         # The reader closed our output, for example in `dcpctl watch | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
+    except OSError as error:
+        # A file that an option names, or our output, for example on a full disk.
+        what = f"{error.filename}: " if error.filename else "cannot write the output: "
+        click.echo(f"dcpctl: {what}{error.strerror}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered cannot be written, either
+        return EXIT_FAILED
     return result if isinstance(result, int) else EXIT_OK
 
 

@@ -331,7 +331,10 @@ MEMCACHED_TEXTS: Final[dict[int, bytes]] = {
 """The bodies of memcached's errors, as its clients show them."""
 
 ERROR_MAP_VERSION: Final = 2
-ERROR_MAP_REVISION: Final = 2
+ERROR_MAP_REVISION: Final = 3
+_MAPPED_MAX: Final = 0x7FFF
+"""The Java SDK reads codes as signed 16 bits: a higher one makes it discard the whole map. Those
+above are between nodes only."""
 
 
 def error_map_document(version: int) -> dict[str, Any]:
@@ -344,5 +347,6 @@ def error_map_document(version: int) -> dict[str, Any]:
         "errors": {
             f"{status:x}": {"name": name, "desc": text, "attrs": list(attributes)}
             for status, (name, text, attributes) in ERROR_TABLE.items()
+            if status <= _MAPPED_MAX
         },
     }

@@ -44,6 +44,11 @@ class Call(NamedTuple):
     query: str = ""
 
 
+BACKUP = {
+    "id": "b1", "kind": "run", "archive_id": "a1", "archive": "/backups", "host": "h",
+    "result": "running", "started_s": 1_800_000_000.5,
+}  # fmt: skip
+
 CALLS = (
     Call("GET", "/livez"),
     Call("GET", "/readyz"),
@@ -92,6 +97,8 @@ CALLS = (
     Call("GET", "/api/v1/cluster/status"),
     Call("GET", "/api/v1/cluster/map", None, 409),
     Call("GET", "/api/v1/cluster/receipts"),
+    Call("POST", "/api/v1/cluster/cut", {"node": "n2"}, 403),
+    Call("POST", "/api/v1/cluster/heal", {}, 403),
     Call("POST", "/api/v1/cluster/token", {}, 409),
     Call("POST", "/api/v1/cluster/init", {"copies": 9}, 409),
     Call("POST", "/api/v1/cluster/join", {"token": "of no cluster"}, 409),
@@ -147,6 +154,10 @@ CALLS = (
     Call("GET", "/api/v1/settings"),
     Call("PUT", "/api/v1/settings/{key}", {"value": "debug"}),
     Call("PUT", "/api/v1/settings/{key}", {"value": "loud"}, 400),
+    Call("POST", "/api/v1/backups", {**BACKUP, "kind": "verify"}, 404),
+    Call("POST", "/api/v1/backups", BACKUP),
+    Call("POST", "/api/v1/backups", {**BACKUP, "result": "fine"}, 400),
+    Call("GET", "/api/v1/backups"),
     Call("GET", "/api/v1/log", query="?limit=3"),
     Call("GET", "/api/v1/log", query="?limit=all", status=400),
     Call("GET", "/api/v1/console/me"),

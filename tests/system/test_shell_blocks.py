@@ -41,6 +41,7 @@ NOT_PASTED = {
     ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
     ("docs/operations.md", "dcpctl stream list"): "tests/cli/test_stream_commands.py",
+    ("docs/operations.md", "dcpctl config show"): "tests/cli/test_config_and_logs.py",
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl discarded show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
@@ -54,6 +55,11 @@ NOT_PASTED = {
     ("docs/spark.md", "pip install"): NETWORK,
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
+    (
+        "docs/testing-scenarios.md",
+        "dcpctl cluster demo",
+    ): "tests/clients/test_testing_cluster.py",
+    ("docs/testing-scenarios.md", "C="): "tests/clients/test_testing_cluster.py",
     ("docs/tutorial-flights.md", "scripts/demo"): LONG,
     ("docs/tutorial-spark.md", "python examples/demos/spark_ingest.py"): (
         "tests/spark/test_spark_example.py"
