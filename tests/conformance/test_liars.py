@@ -235,6 +235,19 @@ LIES: dict[str, tuple[str, Lie, str]] = {
         ),
         "a system event came",
     ),
+    "expirations as deletions": (
+        "expirations.opcode",
+        _each(p.EXPIRATION, lambda one: one._replace(opcode=p.DELETION)),
+        "it is DELETION",
+    ),
+    "NOOPs with a value": (
+        "noop.comes", _each(p.DCP_NOOP, lambda one: one._replace(value=b"v")), "has a value"
+    ),
+    "a filter that is ignored": (
+        "value.both-filters",
+        _each(p.DCP_STREAM_REQ, _status(p.EINVAL, p.OK), requests=False),
+        "is answered OK, not EINVAL",
+    ),
     "a value with another byte": (
         "mutations.large-value",
         _each(p.MUTATION, lambda one: one._replace(value=b"x" + one.value[1:])),
