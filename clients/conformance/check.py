@@ -25,8 +25,6 @@ PASS, FAIL, REFUSED, NOT_APPLICABLE = "pass", "fail", "refused", "n/a"
 OUTCOMES: Final = (PASS, FAIL, REFUSED, NOT_APPLICABLE)
 _ENTRY_BYTES: Final = 10
 """A partition and its seqno, in GET_ALL_VB_SEQNOS."""
-HOOKS: Final = ("branch", "purge", "collection", "collection-drop")
-"""What a check may need that the protocol has no unprivileged command for."""
 QUIET_S: Final = 0.3
 """How long a check listens to see that nothing comes."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DCPD_HOOKS: Final = {
     "branch": "vb branch --vb {vb} --at {seqno}",
     "purge": "vb purge --vb {vb}",
+    "state": "vb state {state} --vb {vb}",
     "collection": "collection add {scope}.{collection}",
     "collection-drop": "collection remove {scope}.{collection}",
 }
@@ -59,6 +60,10 @@ def conformance() -> None:
     help="Undoes the changes of partition {vb} above {seqno}, and begins a new history.",
 )  # fmt: skip
 @click.option("--purge-command", metavar="COMMAND", help="Purges the deletions of partition {vb}.")
+@click.option(
+    "--state-command", metavar="COMMAND",
+    help="Sets the state of partition {vb}: {state} is active, replica or dead.",
+)  # fmt: skip
 @click.option(
     "--collection-command", metavar="COMMAND",
     help="Makes {scope}.{collection}; the scope may be there.",

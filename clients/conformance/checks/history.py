@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from clients.conformance import packet as p
 from clients.conformance import pages
@@ -456,3 +458,110 @@ def purge_named(run: Run) -> None:
     made = _Purged(run)
     value = json.dumps({"purge_seqno": str(_purge_seqno(run, made))}).encode()
     need_status(made.ask(made.first.seqno, value=value))
+
+
+# -- states of a partition -------------------------------------------------------------------------
+
+
+@contextmanager
+def _in_state(run: Run, state: str) -> Iterator[None]:
+    """Set the partition's state, and make it active again."""
+    run.hook("state", state=state)
+    try:
+        yield
+    finally:
+        run.hook("state", state="active")
+
+
+@check(
+    "state.stream-ends",
+    "The state of the VBucket that is being streamed has changed to state that the consumer does"
+    " not want to receive.",
+    pages.STREAM_END,
+)
+def state_stream_ends(run: Run) -> None:
+    """When a partition becomes dead, its streams end with reason 2, or the connection ends."""
+    last = written(run)[-1]
+    wire = run.dcp()
+    stream = run.opened(wire, last.seqno, uuid=last.uuid)
+    with _in_state(run, "dead"):
+        try:
+            got = ended(wire, stream)
+        except ClosedError:
+            return
+    need(got[-1].unpack("I") == (2,), f"the reason is {got[-1].extras.hex()}")
+
+
+@check(
+    "state.elsewhere",
+    "If the VBucket the stream is requested for does not exist.",
+    pages.STREAM_REQ,
+)
+def state_elsewhere(run: Run) -> None:
+    """A dead partition answers stream requests, GET and SET with NOT_MY_VBUCKET."""
+    last = written(run)[-1]
+    kv = run.kv()
+    with _in_state(run, "dead"):
+        answer = run.dcp().stream(run.vb, last.seqno, uuid=last.uuid).answer
+        need_status(answer, p.NOT_MY_VBUCKET)
+        need_status(kv.ask(p.GET, run.vb, key=run.key()), p.NOT_MY_VBUCKET)
+        answer = kv.ask(p.SET, run.vb, key=run.key(), extras=bytes(8), value=b"v")
+        need_status(answer, p.NOT_MY_VBUCKET)
+
+
+@check("state.listed", "dead:    `0x04`", pages.SEQNOS)
+def state_listed(run: Run) -> None:
+    """GET_ALL_VB_SEQNOS with state 4 lists a dead partition; without a state it is left out."""
+    kv = run.kv()
+    with _in_state(run, "dead"):
+        listed = {}
+        for state in (4, 0):
+            answer = need_status(kv.ask(p.GET_ALL_VB_SEQNOS, extras=state.to_bytes(4, "big")))
+            places = range(0, len(answer.value) - 9, 10)
+            listed[state] = {int.from_bytes(answer.value[at : at + 2], "big") for at in places}
+    need(run.vb in listed[4], "state 4 does not list it")
+    need(run.vb not in listed[0], "it is listed as alive")
+
+
+@check(
+    "state.new-version",
+    "We consider a change in history to occur whenever a VBucket changes it's state to active",
+    pages.FAILURES,
+)
+def state_new_version(run: Run) -> None:
+    """A partition that becomes active again has a new uuid at its high seqno; the old follows."""
+    last = written(run)[-1]
+    with _in_state(run, "dead"):
+        pass
+    log = failover_log(need_status(run.dcp().ask(p.DCP_FAILOVER_LOG, run.vb)))
+    need(len(log) >= 2, f"the log has {len(log)} entries")
+    need(log[0][0] != last.uuid, "the newest uuid is the old one")
+    need(log[0][1] == last.seqno, f"it begins at {log[0][1]}, the high seqno is {last.seqno}")
+    need(log[1][0] == last.uuid, "the old uuid is not the next entry")
+
+
+@check("state.resumes", "**need not rollback** here as it has same history as producer", _PAGE)
+def state_resumes(run: Run) -> None:
+    """A consumer that had everything before the change of state is not rolled back."""
+    last = written(run)[-1]
+    with _in_state(run, "dead"):
+        pass
+    later = run.write(run.kv(), run.key(50))
+    wire = run.dcp()
+    got = ended(wire, run.opened(wire, last.seqno, end=later.seqno, uuid=last.uuid))
+    seqnos = [seqno_of(each) for each in got if each.opcode in CHANGES]
+    need(seqnos == [later.seqno], f"it shows {seqnos}, not {[later.seqno]}")
+
+
+@check(
+    "state.replica",
+    "Specifies that the server should add stream only if the vbucket is active.",
+    pages.ADD_STREAM,
+)
+def state_replica(run: Run) -> None:
+    """A replica is streamed without flag 0x10; with it, the answer is NOT_MY_VBUCKET."""
+    last = written(run)[-1]
+    with _in_state(run, "replica"):
+        answer = run.dcp().stream(run.vb, last.seqno, uuid=last.uuid, flags=0x10).answer
+        need_status(answer, p.NOT_MY_VBUCKET)
+        need_status(run.dcp().stream(run.vb, last.seqno, uuid=last.uuid).answer)
