@@ -24,7 +24,8 @@ CONTENTS: Final = {
         "why", "howto/start-a-server", "howto/follow-changes", "tutorial-flights",
         "tutorial-spark",
     ),
-    "Follow changes from Python": ("consumers", "key-value", "testing-consumers", "spark"),
+    "Follow changes from Python": ("consumers", "key-value", "testing-consumers",
+                                   "testing-scenarios", "spark"),
     "Operate it": (
         "operations", "console", "security", "backup", "troubleshooting",
         "howto/add-users", "howto/monitor", "howto/move-data",
@@ -33,7 +34,7 @@ CONTENTS: Final = {
     ),
     "Write a connector": (
         "howto/write-a-connector", "streams", "byte-traces", "collections", "subdocuments",
-        "compatibility",
+        "compatibility", "conformance", "conformance-checks",
     ),
     "Concepts": (
         "concepts/partition", "concepts/seqno", "concepts/snapshot", "concepts/version-and-branch",

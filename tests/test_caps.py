@@ -45,6 +45,9 @@ class Feature(NamedTuple):
 FEATURES: Final[dict[str, Feature]] = {
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
+    "streams from copies that are not masters": Feature(1, 240),
+    "cuts between nodes, a demo that is controlled over HTTP": Feature(1, 310),
+    "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
     "dcpctl status on one screen, dcpctl top": Feature(5, 573),
     "dcpctl bench, also at a rate": Feature(4, 655),
@@ -53,6 +56,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
     "spans for OpenTelemetry": Feature(1, 230),
     "import dcpd": Feature(5, 80),
+    "dcpctl conformance server": Feature(18, 5690),
     "backups in the console and in dcpctl backup list": Feature(3, 327),
     "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),
     "documents as of a moment": Feature(1, 111),

@@ -49,6 +49,7 @@ from clients.consumer.starting_point import find_collections, find_starts
 from clients.consumer.supervisor import Supervisor
 from clients.errors import CheckpointError
 from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
+from clients.link.copies import check_copies
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 from clients.position import Position
@@ -143,6 +144,8 @@ class Consumer:
     async def _open(self) -> None:
         saved = await self._saver.load()
         await self._placement.refresh()
+        if self.options.from_replicas and self._placement.cluster.newest is not None:
+            check_copies(self._placement.cluster.newest, str(self.address))
         self._collection_ids = await find_collections(
             self._placement.any_link(), self.options.chosen
         )

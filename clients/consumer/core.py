@@ -117,7 +117,7 @@ class ConsumerCore:
             name, _WITH_XATTRS if options.xattrs else OpenFlag.PRODUCER, options.buffer_bytes,
             options.noop_interval_s,
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
-            draw=draw,
+            draw=draw, asks_replicas=options.from_replicas,
         )  # fmt: skip
         self.node = node
         self.streams = StreamRequests(setup, extensions, self._on_message, options, node)

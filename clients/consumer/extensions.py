@@ -4,6 +4,7 @@
     x_snapshot_end    a message at the end of each snapshot
     change_streams    every version of a document, not only the newest (option `history`)
     x_previous_value  the value that a change replaced (option `previous_values`)
+    x_from_replicas   replicas serve the connection, too (option `from_replicas`)
     x_key_prefix      only keys with a prefix (option `key_prefixes`); else the client filters. It
                       does so, too, if there are more prefixes than a request may list
 
@@ -22,7 +23,7 @@ from typing import Final
 from clients.consumer.options import ConsumerOptions
 from clients.event import Deletion, Event, Mutation, SeqnoAdvanced, SnapshotEnd
 from clients.position import Position
-from clients.streaming.stream_connection import VERSION_LOG
+from clients.streaming.stream_connection import FROM_REPLICAS, VERSION_LOG
 
 SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
@@ -57,6 +58,9 @@ class Extensions:
         self._status: dict[bytes, int | None] = {VERSION_LOG: None, SNAPSHOT_END: None}
         if options.history:
             self._status[CHANGE_STREAMS] = None
+        self.from_replicas = options.from_replicas
+        if options.from_replicas:
+            self._status[FROM_REPLICAS] = None
         if options.previous_values:
             self._status[PREVIOUS_VALUE] = None
         if 0 < len(self.key_prefixes) <= KEY_PREFIXES_MAX:

@@ -99,6 +99,9 @@ class ConsumerOptions:
     usual."""
     xattrs: bool = False
     """Events have the XATTRs of the document."""
+    from_replicas: bool = False
+    """Read from copies that are not masters: complete snapshots of what is committed, with the same
+    positions. A copy that cannot serve a partition is passed over; the master comes last."""
     events_per_s: float | None = None
     """Maximum rate of events; None: no limit. Flow control then slows down the server."""
     buffer_bytes: int = BUFFER_BYTES
@@ -121,6 +124,7 @@ class ConsumerOptions:
         check_switches(
             until_now=self.until_now, validate=self.validate, history=self.history,
             previous_values=self.previous_values, xattrs=self.xattrs,
+            from_replicas=self.from_replicas,
         )  # fmt: skip
         check_buffer(self.buffer_bytes)
         check_seconds(
@@ -177,6 +181,7 @@ class FollowArguments(TypedDict, total=False):
     vbuckets: Iterable[int] | None
     group: Group | None
     until_now: bool
+    from_replicas: bool
     events_per_s: float | None
     buffer_bytes: int
     noop_interval_s: float

@@ -29,6 +29,7 @@ from clients.errors import (
     OperationTimeoutError,
     TopologyError,
 )
+from clients.link.copies import Copies
 from clients.link.dials import Dials, MapWatch
 from clients.link.pipelined_link import Link, give_up
 from clients.link.topology import Place, Topology, single_node
@@ -70,6 +71,12 @@ class Placement:
         self._watch = MapWatch(self._dials, self.take_pushed)
         self._moves = Moves()
         self._spare: dict[Place, Link] = {}
+        self._copies = Copies() if options.from_replicas else None
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether partitions are read from copies that are not masters."""
+        return self._copies is not None
 
     @property
     def topology(self) -> Topology | None:
@@ -120,8 +127,7 @@ class Placement:
         before = None if cluster.newest is None else cluster.newest.revision
         if not cluster.learn(config, host, is_last_resort=is_last_resort):
             return
-        topology = cluster.topology
-        assert topology is not None
+        topology = self._choose()
         if before is not None and topology.revision < before:
             LOG.warning("the cluster configuration went back from %s", before)
         if before is not None and topology.revision > before:
@@ -131,6 +137,24 @@ class Placement:
                 topology.revision, before, len(topology.nodes),
             )  # fmt: skip
             self._move_streams(topology)
+
+    def pass_over(self, place: Place, vb_ids: Iterable[int]) -> None:
+        """A node does not serve these partitions: if they are to be read from copies, others do."""
+        if self._copies is None or self.topology is None:
+            return
+        here = [vb_id for vb_id in vb_ids if self.topology.place_of(vb_id) == place]
+        if here:
+            self._copies.pass_over(here, asyncio.get_running_loop().time())
+            self._choose()
+
+    def _choose(self) -> Topology:
+        """Choose the copies to read from in the newest configuration, if masters are not read."""
+        topology = self.cluster.newest
+        assert topology is not None
+        if self._copies is not None:
+            topology = self._copies.chosen(topology)
+        self.cluster.topology = topology
+        return topology
 
     def take_pushed(self, config: bytes, host: str) -> None:
         """Adopt a pushed configuration. If it cannot be read, log that and keep the old one."""
@@ -192,7 +216,9 @@ class Placement:
         while True:
             assert self.topology is not None
             has_several = len(self.topology.nodes) > 1
-            groups, without = self.topology.by_place(vb_ids)
+            masters = self.topology if self._copies is None else self.cluster.newest
+            assert masters is not None
+            groups, without = masters.by_place(vb_ids)
             failure: DcpdError | None = next(iter(without.values()), None)
             limit_s = min(patience_s, self._connect_timeout_s) if has_several else None
             failure = failure or await self._dial_spares(list(groups), limit_s)
@@ -321,6 +347,8 @@ class Placement:
         failure = self._collect() or self._dials.refreshed()
         self._dials.refresh_when_due(now_s, jitter(), self.refresh, is_placed=not self.homeless)
         if self.topology is not None:
+            if self._copies is not None and self._copies.return_when_due(now_s):
+                self._move_streams(self._choose())
             failure = self._assign(now_s) or failure
         self._watch.update([*self.sessions], self._nodes())
         return failure
@@ -333,9 +361,10 @@ class Placement:
         """Begin a session for each link that is ready; return the error of a failed one."""
         failure = None
         now_s = asyncio.get_running_loop().time()
-        for _, vb_ids, link, problem in self._dials.finished(now_s, jitter()):
+        for place, vb_ids, link, problem in self._dials.finished(now_s, jitter()):
             if link is None:
                 failure = problem
+                self.pass_over(place, vb_ids)
             else:
                 self._begin(link, vb_ids)
         return failure
@@ -402,6 +431,8 @@ class Placement:
         wants_newer = cluster.wants_newer(is_placed=not self.homeless)
         if wants_newer and not self._dials.is_refreshing:
             times_s.append(cluster.map_pause.until_s)
+        if self._copies is not None and self._copies.return_s is not None:
+            times_s.append(self._copies.return_s)
         return min(times_s, default=None)
 
     def _keep_spare(self, link: Link) -> None:

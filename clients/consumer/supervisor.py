@@ -214,8 +214,10 @@ class Supervisor:
     def _take_homeless(self, session: ConsumerSession) -> None:
         homeless, session.core.streams.homeless = session.core.streams.homeless, []
         for vb_id, wanted, config in homeless:
-            if config or not self._placement.has_moved(vb_id, session):
-                self._placement.adopt(config, session.link.address.host)
+            placement = self._placement
+            if config or not (placement.reads_copies or placement.has_moved(vb_id, session)):
+                placement.adopt(config, session.link.address.host)
+            placement.pass_over(session.link.place, [vb_id])
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:

@@ -15,6 +15,7 @@ from typing import Final
 from clients.address import ServerAddress
 from clients.errors import TRANSIENT, DcpdError
 from clients.link.blocking_link import SyncLink, refresh_map
+from clients.link.copies import Copies, check_copies
 from clients.link.topology import ClusterMap, ClusterNode, Place, Topology
 from clients.spark.fetch_core import Arrived, FetchCore, Stream
 from clients.spark.plan import PlanStep
@@ -39,6 +40,10 @@ class StreamLink(SyncLink):
         return self._receive(READ_BYTES)
 
 
+REFUSED_MAX: Final = 3
+"""After so many refusals a copy is passed over."""
+
+
 def map_of(servers: Sequence[ServerAddress]) -> ClusterMap:
     """Return what is known of the cluster of these servers: nothing but them."""
     named = [ClusterNode(*place) for server in servers for place in server.places]
@@ -53,20 +58,27 @@ def fetch(
     xattrs: bool = False,
     collection_ids: tuple[int, ...] = (0,),
     patience_s: float = PATIENCE_S,
+    from_replicas: bool = False,
 ) -> Iterator[Arrived]:
     """Yield the changes and rollbacks of the steps. Raises DcpdError if it gives up."""
     streams = [Stream(step) for step in steps]
     cluster = map_of(servers)
+    copies = Copies() if from_replicas else None
     began = time.monotonic()
     while streams:
         left: list[Stream] = []
         problem: DcpdError | None = None
         try:
-            groups, left = _by_node(refresh_map(cluster, servers[0]), streams)
+            topology = refresh_map(cluster, servers[0])
+            if copies is not None:
+                check_copies(topology, str(servers[0]))
+                topology = copies.chosen(topology)
+            groups, left = _by_node(topology, streams)
             for node, group in groups.items():
                 reading = _Reading(
-                    servers[0].at(*node), history, collection_ids, patience_s, xattrs=xattrs
-                )
+                    servers[0].at(*node), history, collection_ids, patience_s, xattrs=xattrs,
+                    from_replicas=from_replicas,
+                )  # fmt: skip
                 for arrived in reading.run(group):
                     yield arrived
                     began = time.monotonic()  # the time that Spark took does not count
@@ -76,6 +88,8 @@ def fetch(
             left, problem = streams, error
         streams = left
         if streams:
+            if copies is not None:
+                copies.pass_over([stream.vb_id for stream in streams], time.monotonic())
             if time.monotonic() - began > patience_s:
                 raise problem or _stuck(streams[0], patience_s)
             time.sleep(RETRY_S)
@@ -115,12 +129,14 @@ class _Reading:
         patience_s: float,
         *,
         xattrs: bool,
+        from_replicas: bool,
     ) -> None:
         self.left: list[Stream] = []
         self.problem: DcpdError | None = None
         self._address = address
         self._history = history
         self._xattrs = xattrs
+        self._from_replicas = from_replicas
         self._collection_ids = collection_ids
         self._patience_s = patience_s
 
@@ -140,11 +156,13 @@ class _Reading:
                 collection_ids=self._collection_ids,
                 history=self._history,
                 xattrs=self._xattrs,
+                from_replicas=self._from_replicas,
                 node=link.node,
             )
             try:
                 link.send(core.begin())
                 began = time.monotonic()
+                refused = 0
                 while not core.is_done:
                     arrived = core.receive(link.read())
                     if arrived.changes is not None or arrived.rollbacks:
@@ -155,6 +173,9 @@ class _Reading:
                     if time.monotonic() - began > self._patience_s:
                         return  # the server answers, but sends no changes
                     if core.is_waiting:
+                        refused += 1
+                        if self._from_replicas and refused >= REFUSED_MAX:
+                            return  # another copy may serve them
                         time.sleep(RETRY_S)
                         core.retry()
                     link.send(core.take_output())

@@ -52,7 +52,13 @@ from clients.streaming.outcome import (
     Verdict,
     reason_name,
 )
-from clients.streaming.stream_connection import VERSION_LOG, FrameBuffer, Setup, StreamConnection
+from clients.streaming.stream_connection import (
+    FROM_REPLICAS,
+    VERSION_LOG,
+    FrameBuffer,
+    Setup,
+    StreamConnection,
+)
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,
@@ -159,6 +165,7 @@ class FetchCore:
         history: bool = True,
         with_values: bool = True,
         xattrs: bool = False,
+        from_replicas: bool = False,
         node: str | None = None,
     ) -> None:
         self.node = node
@@ -186,7 +193,8 @@ class FetchCore:
         needed = [b"enable_expiry_opcode", b"send_stream_end_on_client_close_stream", VERSION_LOG]
         if history:
             needed.append(b"change_streams")
-        setup = Setup(name, flags, needed=tuple(needed))
+        wished = (FROM_REPLICAS,) if from_replicas else ()
+        setup = Setup(name, flags, needed=tuple(needed), wished=wished)
         self._connection: StreamConnection[Stream] = StreamConnection(setup, self, node)
         self._buffer = FrameBuffer()
         self._rollbacks: list[tuple[int, int, int]] = []

@@ -66,6 +66,7 @@ class SourceSettings:
     value_schema: str = ""
     key_format: str = "binary"
     xattrs: bool = False
+    from_replicas: bool = False
 
     @property
     def schema(self) -> str:
@@ -148,6 +149,7 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         fails_on_rollback=found.get("onRollback") == "fail",
         history=found.get("history", True),
         xattrs=found.get("xattrs", False),
+        from_replicas=found.get("fromReplicas", False),
         value_format=value_format,
         value_schema=value_schema,
         key_format=found.get("keyFormat", "binary"),
@@ -330,6 +332,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     ),
     "keyFormat": ("binary or string", _choice("binary", "string")),
     "xattrs": ("true or false", _boolean),
+    "fromReplicas": ("true or false", _boolean),
 }
 """Name -> (description of the accepted values, parser)."""
 

@@ -339,6 +339,7 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
         for arrived in fetch(
             settings.servers, task.steps,
             history=settings.history, xattrs=settings.xattrs, collection_ids=task.collection_ids,
+            from_replicas=settings.from_replicas,
         ):  # fmt: skip
             if arrived.rollbacks:
                 if settings.fails_on_rollback or is_batch:

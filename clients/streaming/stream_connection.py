@@ -81,6 +81,8 @@ VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
 ACK_AFTER_NS: Final = 1_000_000_000
 """Time after which processed bytes are acknowledged although the window has room."""
+FROM_REPLICAS: Final = b"x_from_replicas"
+"""Control: copies that are not masters serve the connection, too."""
 EXACT_END: Final = b"x_exact_end"
 """Control: a stream stops at its end seqno. DCP completes the snapshot that the end is in; a client
 without this extension of the server may get changes above the end."""
@@ -146,6 +148,8 @@ class Setup(NamedTuple):
     """Optional controls, set to "true"."""
     draw: Callable[[], float] | None = None
     """Returns random numbers from 0 up to 1: each cuts a pause by up to half. None: no cuts."""
+    asks_replicas: bool = False
+    """High seqnos are those of replicas, too."""
 
 
 class StreamConnection(Generic[S]):
@@ -247,7 +251,7 @@ class StreamConnection(Generic[S]):
             on_seqnos(parse_vb_seqnos(frame.value))
 
         # A replica that hears no master would make the node refuse all.
-        extras = b"" if of_replicas_too else _ACTIVE_ONLY
+        extras = b"" if of_replicas_too or self._setup.asks_replicas else _ACTIVE_ONLY
         self.requests.send(
             lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque, extras=extras),
             on_reply,

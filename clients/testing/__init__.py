@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from clients.testing.cluster import ClusterWaitError, DcpCluster
+    from clients.testing.cluster import ClusterWaitError, DcpCluster, WrongArgumentError
     from clients.testing.fixture import dcp_cluster, dcp_server
     from clients.testing.process import DcpServer, ServerRefusedError, ServerStartError
 
@@ -27,12 +27,12 @@ __getattr__ = lazy_names(
     __name__,
     {
         "process": "DcpServer ServerRefusedError ServerStartError",
-        "cluster": "ClusterWaitError DcpCluster",
+        "cluster": "ClusterWaitError DcpCluster WrongArgumentError",
         "fixture": "dcp_cluster dcp_server",
     },
 )
 
 __all__ = [
     "ClusterWaitError", "DcpCluster", "DcpServer", "ServerRefusedError", "ServerStartError",
-    "dcp_cluster", "dcp_server",
+    "WrongArgumentError",    "dcp_cluster", "dcp_server",
 ]  # fmt: skip

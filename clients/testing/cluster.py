@@ -28,6 +28,7 @@ from clients.address import parse_address
 from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
 from clients.testing.process import DcpServer, ServerRefusedError
+from vbucket.model.ids import NUM_VBUCKETS
 
 WAIT_S: Final = 90.0
 """How long an effect is waited for: a start took 27 s on a machine with a load of 17."""
@@ -37,6 +38,10 @@ _T = TypeVar("_T")
 
 class ClusterWaitError(DcpdError):
     """Something did not take effect in time. The text says what was waited for."""
+
+
+class WrongArgumentError(DcpdError):
+    """A call names no node or partition of the cluster, or a node in another state."""
 
 
 class DcpCluster:
@@ -119,8 +124,30 @@ class DcpCluster:
         return {row["vb"]: row["master"] for row in rows}
 
     def master_of(self, vb: int) -> str:
-        """Return the name of a partition's master. Raises ClusterWaitError."""
+        """Return the name of a partition's master. Raises ClusterWaitError, WrongArgumentError."""
+        if not 0 <= vb < NUM_VBUCKETS:
+            raise WrongArgumentError(
+                f"there is no partition {vb}", hint=f"Partitions are 0 to {NUM_VBUCKETS - 1}."
+            )
         return self._until(f"partition {vb} has a master", lambda: self.masters()[vb] or "")
+
+    def state(self) -> dict[str, Any]:
+        """Return the nodes with their addresses, whether each runs, is paused or is down, and the
+        master of each partition; null while no node answers.
+        """
+        try:
+            masters: list[str | None] | None = list(self.masters().values())
+        except (OSError, DcpdError):
+            masters = None
+        nodes = [
+            {
+                "name": name, "address": node.address, "admin": node.admin_url,
+                "state": "paused" if node.runs and _is_stopped(node.pid) else
+                "runs" if node.runs else "down",
+            }
+            for name, node in self.nodes.items()
+        ]  # fmt: skip
+        return {"nodes": nodes, "masters": masters}
 
     def wait_until_in_sync(self) -> None:
         """Return when all nodes that run take part, all copies that they can hold are in sync, and
@@ -132,24 +159,48 @@ class DcpCluster:
 
     def kill(self, name: str) -> None:
         """Kill a node (SIGKILL); return when its partitions have other masters."""
-        self.nodes[name].kill()
+        self._running(name).kill()
         self._until_others_serve(name)
 
     def pause(self, name: str) -> None:
         """Stop a node's process (SIGSTOP), as if its machine stood still; return when its
         partitions have other masters.
         """
-        os.kill(self.nodes[name].pid, signal.SIGSTOP)
+        os.kill(self._running(name).pid, signal.SIGSTOP)
         self._until_others_serve(name)
 
     def resume(self, name: str) -> None:
         """Let a paused node go on (SIGCONT); return when its copies are in sync."""
-        os.kill(self.nodes[name].pid, signal.SIGCONT)
+        os.kill(self._running(name).pid, signal.SIGCONT)
         self.wait_until_in_sync()
 
     def restart(self, name: str) -> None:
         """Start a node again, and kill it before if it runs; return when its copies are in sync."""
-        self.nodes[name].restart()
+        self._node(name).restart()
+        self.wait_until_in_sync()
+
+    def cut(self, a: str, b: str) -> None:
+        """Cut two nodes off from each other, both ways; return when no copy on one of them is in
+        sync with a master on the other. Neither is cut off from the metadata store. Until `heal`,
+        `restart` and `resume` of any node wait in vain for all copies.
+        """
+        for name, other in ((a, b), (b, a)):
+            self._node(other)
+            self._running(name).ask("POST", "/api/v1/cluster/cut", {"node": other})
+        pair = {a, b}
+        self._until(
+            f"the copies on {a} and {b} do without each other",
+            lambda: all(
+                row["master"] and not (row["master"] in pair and pair <= set(row["in_sync"]))
+                for row in self._any().ask("GET", "/api/v1/cluster/map")
+            ),
+        )
+
+    def heal(self) -> None:
+        """End all cuts; return when all copies are in sync."""
+        for node in self.nodes.values():
+            if node.runs and not _is_stopped(node.pid):
+                node.ask("POST", "/api/v1/cluster/heal", {})
         self.wait_until_in_sync()
 
     # -- partitions --------------------------------------------------------------------------------
@@ -179,10 +230,27 @@ class DcpCluster:
 
     def move(self, vb: int, to: str) -> None:
         """Make a node a partition's master, by a handover."""
+        self._node(to)
+        self.master_of(vb)
         self._any().ask("POST", "/api/v1/cluster/move", {"vb": vb, "to": to})
         self._until(f"{to} is master of partition {vb}", lambda: self.masters()[vb] == to)
 
     # -- how it is done ----------------------------------------------------------------------------
+
+    def _node(self, name: str) -> DcpServer:
+        if name not in self.nodes:
+            raise WrongArgumentError(
+                f"there is no node {name!r}", hint=f"There are {', '.join(self.nodes)}."
+            )
+        return self.nodes[name]
+
+    def _running(self, name: str) -> DcpServer:
+        node = self._node(name)
+        if not node.runs:
+            raise WrongArgumentError(
+                f"node {name} does not run", hint=f"Start it with restart({name!r})."
+            )
+        return node
 
     def _any(self) -> DcpServer:
         """Return a node that runs and is not paused."""
@@ -197,7 +265,8 @@ class DcpCluster:
         alive = {node["name"] for node in status["nodes"] if node["is_alive"]}
         copies = str(min(self.copies, len(running)))
         is_level: bool = status["in_sync_sizes"] == {copies: status["partitions"]}
-        return is_level and running <= alive and not status["plan"]
+        is_done = is_level and running <= alive and not status["plan"]
+        return is_done and None not in self.masters().values()
 
     def _until_others_serve(self, name: str) -> None:
         if name != next(iter(self.nodes)):  # the metadata store is in the first one

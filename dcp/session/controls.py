@@ -190,6 +190,7 @@ CONTROLS: Final[dict[str, Setter]] = {
     "x_snapshot_end": _term("has_snapshot_ends"),
     "x_previous_value": _previous_values,
     "x_key_prefix": _term("has_key_prefixes"),
+    "x_from_replicas": _term("from_replicas"),
     "stream_buffer_size": _not_supported,
     "enable_sync_writes": _not_supported,
     "flatbuffers_system_events": _not_supported,

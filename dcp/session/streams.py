@@ -33,6 +33,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from failover.rules.rollback import Decision, Question, decide
+from vbucket.engine.leadership import is_complete_copy
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.ids import SEQNO_MAX
@@ -97,7 +98,6 @@ class DcpCommands:
             Opcode.DCP_STREAM_REQ: self.stream_request,
             Opcode.DCP_CLOSE_STREAM: self.close_stream,
             Opcode.DCP_BUFFER_ACK: self.buffer_ack,
-            Opcode.DCP_NOOP: self.noop,
             Opcode.X_REPLICA_ACK: self.replica_ack,
             **dict.fromkeys(MESSAGES_TO_CONSUMERS, self.refuse_message),
         }
@@ -238,11 +238,6 @@ class DcpCommands:
             raise RefusedError(Status.EINVAL, why)
         producer.acknowledge(U32.unpack(request.extras)[0])
 
-    def noop(self, request: Frame) -> None:
-        """Answer a client's NOOP."""
-        refuse_stray(request, "extras", "key", "value")
-        self._state.answer(request)
-
     def refuse_message(self, request: Frame) -> None:
         """Refuse what only a producer, or the node of a consumer, is sent. A peer that takes this
         server for a consumer cannot go on: its connection ends, as in kv_engine (connhandler.cc).
@@ -290,7 +285,7 @@ class DcpCommands:
         """Answer a request that this connection allows. A partition that may be behind the client
         sends nobody back: ETMPFAIL.
         """
-        part = self._partition_of(request.vb_id, asked.flags)
+        part = self._partition_of(request.vb_id, asked.flags, producer)
         try:
             self._answer_stream(request, asked, part, producer)
         except RefusedError as error:
@@ -391,8 +386,13 @@ class DcpCommands:
             raise RefusedError(Status.EINVAL, "a filter needs collections (HELLO 0x12)")
         return asked
 
-    def _partition_of(self, vb_id: int, flags: int) -> Partition:
-        """Return the partition. Raises RefusedError if its state allows no streams."""
+    def _partition_of(self, vb_id: int, flags: int, producer: Producer) -> Partition:
+        """Return the partition. Raises RefusedError if its state allows no streams.
+
+        A replica of a cluster serves consumers that ask for it: others find out by the refusal that
+        their map is old. It sends what it knows as committed, and sends nobody back: only masters
+        do (`may_send_back`).
+        """
         engine = self._state.engine
         if vb_id < engine.num_vbuckets:
             part = engine.partitions[vb_id]
@@ -400,11 +400,15 @@ class DcpCommands:
                 raise RefusedError(Status.NOT_SUPPORTED, _TAKEOVER_TEXT.format(vb_id))
             if part.state == VbState.ACTIVE:
                 return part
-            # A replica of a cluster may be behind its master; it serves no consumers.
-            is_readable = part.state == VbState.REPLICA and not part.has_copies
-            if is_readable and not flags & _NEEDS_ACTIVE:
+            is_readable = part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE
+            if is_readable and not part.has_copies:
                 return part
             self._state.check_is_current(part)
+            if is_readable and producer.terms.from_replicas:
+                if not is_complete_copy(engine, vb_id):
+                    text = f"partition {vb_id}: this copy is not complete yet; try again"
+                    raise RefusedError(Status.ETMPFAIL, text)
+                return part
         raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:

@@ -15,7 +15,7 @@ Invariants
 - the first marker starts at the requested snapshot start, each later one at the previous end + 1.
   It never starts at the first item, because a consumer that stops before that item would resume
   with a gap;
-- nothing above the partition's committed_seqno is sent;
+- nothing above the partition's committed_seqno is sent, of a master or of a replica;
 - all messages of a stream, STREAM_END included, carry the opaque of its request;
 - a stream's `state` (SendState) says why it sends nothing now. `_state_of` alone decides it. READY
   and WINDOW_FULL streams are in the ready queue, WAITS_FOR_BACKFILL streams in the waiting queue,
@@ -53,6 +53,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Layer, Partition, VbState
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.native import live_run
@@ -74,6 +75,7 @@ BACKLOGS_MAX: Final = 16
 so this limit keeps memory from growing with the number of partitions."""
 
 # Enum members cost a look-up in their class each time, once per change of a live stream.
+_REPLICA: Final = VbState.REPLICA
 _SENDING: Final = SendState.SENDING
 _READY: Final = SendState.READY
 _WINDOW_FULL: Final = SendState.WINDOW_FULL
@@ -397,6 +399,10 @@ class Producer:
                 break
             stream = ready.popleft()
             part = partitions[stream.vb_id]
+            if part.has_copies and part.state is _REPLICA and not self._may_go_on(stream, part):
+                stream.state = _SENDING
+                self.end(stream, EndReason.STATE_CHANGED)
+                continue
             has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
             if has_more and live_form is not None:
                 if live_form == _NOT_ASKED:
@@ -415,6 +421,17 @@ class Producer:
             bytes_max -= sent + self.snapshots.refused_bytes
             self.snapshots.refused_bytes = 0
         return out
+
+    def _may_go_on(self, stream: ActiveStream, part: Partition) -> bool:
+        """Whether a copy that is no master still has what a stream goes on with. If its master has
+        cut it back or fills it anew, or has newer collections, the client has to ask again.
+        """
+        if stream.vb_uuid != part.vb_uuid or stream.next_seqno > part.high_seqno + 1:
+            return False
+        has_news = part.tally.other_high_seqno >= stream.next_seqno
+        return part.incomplete_snapshot is None and (
+            not has_news or knows_collections(self._engine, part.vb_id)
+        )
 
     def _live_form(self) -> int | None:
         """Return the form in which `_send_live` sends; None: it cannot."""

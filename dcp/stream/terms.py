@@ -26,6 +26,7 @@ class Terms:
     __slots__ = (
         "datatypes",
         "forces_compression",
+        "from_replicas",
         "has_deleted_user_xattrs",
         "has_exact_ends",
         "has_history",
@@ -54,6 +55,8 @@ class Terms:
         """DCP_OPEN flag 0x100: deletions carry the XATTRs of users."""
         self.has_version_lists = False
         """x_version_log: a request may list all versions that the client knows."""
+        self.from_replicas = False
+        """x_from_replicas: copies that are not masters may serve what they know as committed."""
         self.has_previous_values = False
         """x_previous_value: the value that a change replaced is sent right before the change."""
         self.has_key_prefixes = False

@@ -89,7 +89,9 @@ def statuses() -> list[str]:
     """Return the section on the protocol's statuses."""
     lines = [
         "\n## Statuses of the protocol\n\n",
-        "Attributes come with GET_ERROR_MAP. With them a client can handle unknown statuses.\n\n",
+        "Attributes come with GET_ERROR_MAP. With them a client can handle unknown statuses.\n",
+        "It leaves out codes above 0x7fff, which are between nodes: the Java SDK reads 16 bits\n",
+        "with a sign, and would discard the whole map.\n\n",
         "| attribute | meaning |\n|---|---|\n",
     ]
     used = {name for _, _, names in ERROR_TABLE.values() for name in names}

@@ -10,6 +10,7 @@
     <root>clock/<member>         its wall clock, at times  the same
     <root>links/<member>         nodes that run, and do not let it follow them   the same
     <root>figures/<member>       what it measured of itself, for people   the same
+    <root>collections/<member>   the collections whose events it has written   the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>removed                written whenever a member is removed: the map's revision rises
@@ -61,6 +62,7 @@ class KeyKind(StrEnum):
     CLOCK = "clock"
     LINKS = "links"
     FIGURES = "figures"
+    COLLECTIONS = "collections"
     MEMBER = "member"
     REMOVED = "removed"
     PARTITION = "partition"
@@ -278,6 +280,15 @@ class FiguresRecord(_Record, frozen=True, kw_only=True):
     """Member -> changes that its copies lack of the partitions of this master."""
     lags: dict[int, int]
     """Partition of this master -> changes that the copy furthest behind lacks, if there are any."""
+
+
+class CollectionsRecord(_Record, frozen=True, kw_only=True):
+    """Says that the events of the collections up to `uid` are committed in all partitions that a
+    member serves.
+    """
+
+    member: str
+    uid: int
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from failover.coordinator.records import (
     ClockRecord,
     ClusterKeys,
     ClusterRecord,
+    CollectionsRecord,
     FiguresRecord,
     KeyKind,
     LeaderRecord,
@@ -111,6 +112,7 @@ class ClusterView:
         self.clocks: dict[str, Stored[ClockRecord]] = {}
         self.links: dict[str, Stored[LinksRecord]] = {}
         self.figures: dict[str, Stored[FiguresRecord]] = {}
+        self.collections: dict[str, Stored[CollectionsRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
@@ -135,6 +137,9 @@ class ClusterView:
             KeyKind.LINKS: lambda name, item: _change(self.links, name.member, item, LinksRecord),
             KeyKind.FIGURES: lambda name, item: _change(
                 self.figures, name.member, item, FiguresRecord
+            ),
+            KeyKind.COLLECTIONS: lambda name, item: _change(
+                self.collections, name.member, item, CollectionsRecord
             ),
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(

@@ -97,6 +97,8 @@ CALLS = (
     Call("GET", "/api/v1/cluster/status"),
     Call("GET", "/api/v1/cluster/map", None, 409),
     Call("GET", "/api/v1/cluster/receipts"),
+    Call("POST", "/api/v1/cluster/cut", {"node": "n2"}, 403),
+    Call("POST", "/api/v1/cluster/heal", {}, 403),
     Call("POST", "/api/v1/cluster/token", {}, 409),
     Call("POST", "/api/v1/cluster/init", {"copies": 9}, 409),
     Call("POST", "/api/v1/cluster/join", {"token": "of no cluster"}, 409),

@@ -102,6 +102,7 @@ INTERNAL_ERRORS = {
     "clients.backup.archives.segment.DamagedError": "becomes ArchiveDamagedError, with its segment",
     "clients.spark.columns.NotTextError": "becomes DcpdError, which names the change",
     "clients.cli.": "dcpctl prints them",
+    "clients.testing.control.": "becomes an answer over HTTP",
 }
 """Class or package -> why its errors never reach a user's program."""
 

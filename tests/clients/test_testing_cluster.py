@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clients import CheckpointFile, Rollback, SyncConsumer
-from clients.testing import ClusterWaitError, DcpCluster, ServerRefusedError
+from clients.testing import (
+    ClusterWaitError,
+    DcpCluster,
+    ServerRefusedError,
+    WrongArgumentError,
+)
 from clients.testing import cluster as module
+from clients.testing.control import ControlServer
 
+PAGE = Path(__file__).parents[2] / "docs" / "testing-scenarios.md"
 VB = 528
 """The partition of the key "hello"."""
 
@@ -83,3 +97,105 @@ def test_nodes_die_stand_still_and_come_back(
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with pytest.raises(ClusterWaitError, match="n2 is master of partition 5000"):
         cluster._until("n2 is master of partition 5000", lambda: False)
+
+
+def test_a_cut_takes_copies_out_of_sync_until_it_is_healed(cluster: DcpCluster) -> None:
+    cluster.move(VB, "n1")
+    cluster.cut("n1", "n2")
+    rows = cluster.nodes["n1"].ask("GET", "/api/v1/cluster/map")
+    (row,) = [row for row in rows if row["vb"] == VB]
+    assert (row["master"], row["in_sync"]) == ("n1", ["n1", "n3"])
+    write(cluster, b"while n2 hears nothing of n1")
+    cluster.heal()
+    assert cluster.status()["in_sync_sizes"] == {"3": 1024}
+    for call in (lambda: cluster.cut("n1", "n1"), lambda: cluster.kill("n9")):
+        with pytest.raises((ServerRefusedError, WrongArgumentError), match=r"itself|no node 'n9'"):
+            call()
+    with pytest.raises(WrongArgumentError, match="no partition 5000"):
+        cluster.lose(5000, 1)
+
+
+@pytest.fixture(scope="module")
+def control(cluster: DcpCluster) -> Iterator[str]:
+    """The URL of the control API of the cluster."""
+    with ControlServer(cluster, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.url
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_of_scenarios_does_what_it_says(cluster: DcpCluster, control: str) -> None:
+    page = PAGE.read_text()
+    (block,) = re.findall(r"```sh\n(C=.*?)```", page, re.DOTALL)
+    curl = block.partition('"')[2].partition('"')[0].replace("http://127.0.0.1:8095", control)
+    acts = re.findall(r"\| `(\w+ -d '.*?')` \|", page)
+    assert len(acts) == 13
+    for act in ["state", *re.findall(r"\$C/(lose .*)", block), *acts]:
+        with cluster.connect() as kv:
+            for number in range(5):
+                kv.set("key1", b"%d" % number)
+        words = ["bash", "-c", f"{curl}/{act}"]
+        ran = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, (act, ran)
+        assert json.loads(ran.stdout), act
+    assert cluster.master_of(92) == "n1", "it was moved"
+
+
+def ask(url: str, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+    sent = {"content-type": "application/json", **headers}
+    connection.request(method, path, None if body is None else json.dumps(body), sent)
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "body", "why"),
+    [
+        (404, "/explode", {}, "no act 'explode'"),
+        (404, "/kill", {"name": "n9"}, "no node 'n9'"),
+        (404, "/branch", {"vb": 1024, "at": 0}, "no partition 1024"),
+        (400, "/kill", {}, "needs 'name'"),
+        (400, "/kill", {"name": 1}, "'name' must be str"),
+        (400, "/branch", {"vb": True, "at": 0}, "'vb' must be int"),
+        (400, "/heal", {"node": "n1"}, "takes no 'node'"),
+        (400, "/heal", [], "no JSON object"),
+        (409, "/branch", {"vb": 92, "at": 10**6}, ""),
+    ],
+)
+def test_control_refuses_with_words(
+    control: str, status: int, path: str, body: object, why: str
+) -> None:
+    told, answer = ask(control, "POST", path, body)
+    assert (told, why in answer["error"]["why"]) == (status, True), answer
+    assert answer["error"]["why"]
+
+
+def test_web_pages_cannot_act(control: str) -> None:
+    form = {"content-type": "text/plain"}
+    assert ask(control, "POST", "/heal", {}, **form)[0] == 415
+    assert ask(control, "POST", "/heal", {}, host="evil.example:80")[0] == 403
+    assert ask(control, "GET", "/heal")[0] == 404
+
+
+def test_a_demo_is_controlled_until_it_is_ended(tmp_path: Path) -> None:
+    words = [
+        sys.executable, "-m", "clients.cli", "cluster", "demo", "--nodes", "1",
+        "--copies", "1", "--control", "0", "--data", str(tmp_path / "demo"), "-o", "json",
+    ]  # fmt: skip
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        try:
+            url = json.loads(demo.stdout.readline())["control"]
+            status, state = ask(url, "GET", "/state")
+            assert (status, set(state["masters"])) == (200, {"n1"})
+            assert ask(url, "POST", "/kill", {"name": "n1"}) == (200, {"result": None})
+            (node,) = ask(url, "GET", "/state")[1]["nodes"]
+            assert node["state"] == "down"
+            assert ask(url, "POST", "/restart", {"name": "n1"})[0] == 200
+        finally:
+            demo.terminate()

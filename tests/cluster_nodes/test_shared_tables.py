@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from dcp.server.access.users import LEAST_RIGHTS, Users
 from dcp.server.access.users_file import UsersFileError
+from dcp.server.cluster import shared_records
 from dcp.server.operate.collection_changes import Collections, CollectionsRefusedError
 from dcp.session.access.rights import Role
 from dcp.wire.frame import pack_request
@@ -22,6 +24,8 @@ from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, Store
 from support.cluster_here import CLUSTER, ClusterHere, LoopClient
 from support.node_here import Client, plain
 from support.waiting import until_so
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import NUM_VBUCKETS
 
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
 SOON_S = 2.0
@@ -165,6 +169,52 @@ async def test_users_and_collections_reach_all_nodes_soon(two: ClusterHere) -> N
     await soon(lambda: "dora" in users(two, "n2").names())
     await collections(two, "n2").create_collection("_default", "soon", 0)
     await soon(lambda: "soon" in collection_names(two, "n1"))
+
+
+async def test_new_collections_are_answered_when_all_nodes_have_them(
+    two: ClusterHere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicated = two.nodes["n1"].replicated
+    assert replicated is not None
+    view = replicated.session.view
+    await until_so(lambda: len(view.collections) == 2)
+    two.clients["n2"].is_away = True
+    change = asyncio.create_task(collections(two, "n1").create_collection("_default", "all", 0))
+    await soon(lambda: "all" in collection_names(two, "n1"))
+    uid = two.nodes["n1"].engine.keyspace.manifest.uid
+    await soon(lambda: {each.content.uid for each in view.collections.values()} == {uid - 1, uid})
+    assert not change.done(), "n2 has not read of it"
+    two.clients["n2"].is_away = False
+    assert await change == uid
+    assert "all" in collection_names(two, "n2")
+
+    two.clients["n2"].is_away = True
+    monkeypatch.setattr(shared_records, "EVERYWHERE_S", 0.1)
+    with caplog.at_level("WARNING"):
+        await collections(two, "n1").create_collection("_default", "most", 0)
+    two.clients["n2"].is_away = False
+    assert "collections are not on all nodes yet" in caplog.text
+    await soon(lambda: "most" in collection_names(two, "n2"))
+
+
+async def test_events_of_a_new_collection_are_committed_by_its_answer(
+    tmp_path: Path,
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        for name in ("n1", "n2"):
+            await cluster.start(name)
+            await cluster.become_member(name, copies=2 if name == "n1" else 0)
+        await cluster.until_all_in_sync(2)
+        for name in cluster.nodes:
+            await collections(cluster, name).create_collection("_default", f"of_{name}", 0)
+            masters = [
+                part
+                for node in cluster.nodes.values()
+                for part in node.engine.partitions
+                if part.state == VbState.ACTIVE
+            ]
+            assert len(masters) == NUM_VBUCKETS
+            assert all(part.committed_seqno == part.high_seqno > 0 for part in masters)
 
 
 async def test_rights_of_open_connections_change_on_all_nodes(two: ClusterHere) -> None:

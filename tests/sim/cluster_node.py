@@ -161,9 +161,7 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
-        self._manifest = SharedManifest(
-            self.session.view, self.engine, store, self.core.resolve_counts
-        )
+        self._manifest = SharedManifest(self.session, self.engine, store, self.core.resolve_counts)
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
         self.watch = NodeWatch(self._tell, self.engine.partitions)
@@ -244,7 +242,7 @@ class ClusterNode(SingleNode):
         if isinstance(effect, ViewChanged):
             self.seen.note_others(self.session.view)
             self.life.look()
-            self._manifest.adopt()
+            self._manifest.view_changed()
             self._note_records(effect.vb_ids)
             self.core.records_changed(now_ns, effect.vb_ids)
             self._keep_seen()

@@ -215,6 +215,12 @@ class ClusterHere:
         assert replicated is not None
         return replicated.core.master.handovers.is_under_way
 
+    def plans(self, name: str) -> bool:
+        """Return whether a move of copies and masters is under way, as a node knows."""
+        replicated = self.nodes[name].replicated
+        assert replicated is not None
+        return replicated.session.view.plan is not None
+
     async def until_all_in_sync(self, copies: int) -> None:
         """Return once each partition is served, with so many copies in sync, and none moves."""
         await until_so(
@@ -222,6 +228,7 @@ class ClusterHere:
                 not any(self.hands_over(name) for name in self.nodes)
                 and sum(len(self.active(name)) for name in self.nodes) == 1024
                 and all(self.in_sync(name) == {copies} for name in self.nodes)
+                and not any(self.plans(name) for name in self.nodes)
             )
         )
 

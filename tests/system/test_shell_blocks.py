@@ -34,6 +34,7 @@ NOT_PASTED = {
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
+    ("docs/conformance.md", "dcpctl conformance server 10.0.0.5"): NETWORK,
     ("docs/howto/start-a-server.md", "scripts/install"): README,
     ("docs/howto/monitor.md", "pip install"): NETWORK,
     ("docs/operations.md", "python3 -m pip install --require-hashes"): NETWORK,
@@ -54,6 +55,11 @@ NOT_PASTED = {
     ("docs/spark.md", "pip install"): NETWORK,
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
+    (
+        "docs/testing-scenarios.md",
+        "dcpctl cluster demo",
+    ): "tests/clients/test_testing_cluster.py",
+    ("docs/testing-scenarios.md", "C="): "tests/clients/test_testing_cluster.py",
     ("docs/tutorial-flights.md", "scripts/demo"): LONG,
     ("docs/tutorial-spark.md", "python examples/demos/spark_ingest.py"): (
         "tests/spark/test_spark_example.py"

@@ -131,6 +131,14 @@ def knows_collections(engine: Engine, vb_id: int) -> bool:
     return not is_ahead(engine.versions.system_keys(part), engine.keyspace.manifest)
 
 
+def is_complete_copy(engine: Engine, vb_id: int) -> bool:
+    """Whether consumers may read of a replica's copy: it has no part of a snapshot only, and no
+    event of collections that this node has not read of. Streams would leave their changes out.
+    """
+    is_whole = engine.partitions[vb_id].incomplete_snapshot is None
+    return is_whole and knows_collections(engine, vb_id)
+
+
 def _note_snapshot(engine: Engine, vb_id: int) -> None:
     part = engine.partitions[vb_id]
     window = part.incomplete_snapshot

@@ -85,6 +85,10 @@ _OF_COLLECTIONS: Final = (*_ALWAYS, SystemEvent)
     "--value", "style", type=click.Choice(VALUE_STYLES), default="json", show_default=True,
     help="Values in -o json: objects and arrays as JSON, all as text, or all as base64.",
 )  # fmt: skip
+@click.option(
+    "--from-replicas", is_flag=True,
+    help="Read from copies that are not masters. It shows the same, a moment later.",
+)  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Show snapshots and stream events too.")
 @click.option(
     "--rollback-to", type=click.Choice(["state", "beginning"]), default="state", show_default=True,
@@ -103,6 +107,7 @@ def watch(
     prefix: str,
     collections: tuple[str, ...],
     style: ValueStyle,
+    from_replicas: bool,
     show_all: bool,
     rollback_to: str,
 ) -> int:
@@ -123,6 +128,7 @@ def watch(
             collections="all" if "all" in collections else collections or None,
             key_prefixes=[prefix.encode(errors="surrogateescape")] if prefix else (),
             connect_timeout_s=target.timeout_s,
+            from_replicas=from_replicas,
             **more,
         )
 

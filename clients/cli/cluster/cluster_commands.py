@@ -249,6 +249,7 @@ def map_(*, target: Target) -> None:
         "dcpctl cluster demo",
         "dcpctl cluster demo --nodes 5 --data demo",
         "dcpctl cluster demo --meta etcd",
+        "dcpctl cluster demo --control 8095",
     )
 )
 @click.option(
@@ -265,12 +266,25 @@ def map_(*, target: Target) -> None:
     help="Metadata store. Default: embedded in n1, or what the folder has. etcd has to be"
     " installed.",
 )  # fmt: skip
+@click.option(
+    "--control", type=click.IntRange(0, 65535), metavar="PORT",
+    help="Kill, cut, branch, ... over HTTP at this port of loopback (0: a free one), for tests in"
+    " any language. A killed node stays down. Nodes are in test mode.",
+)  # fmt: skip
 @with_target
-def demo(*, target: Target, nodes: int | None, copies: int, folder: str, meta: str | None) -> None:
+def demo(
+    *, target: Target, nodes: int | None, copies: int, folder: str, meta: str | None,
+    control: int | None,
+) -> None:  # fmt: skip
     """Start a cluster on this machine."""
-    from clients.cli.cluster.cluster_demo import run_demo
+    from clients.cli.cluster.cluster_demo import run_controlled, run_demo
 
     is_json = target.output_or("plain") == "json"
+    if control is not None:
+        if meta == "etcd":
+            raise click.UsageError("--control has the metadata store in n1: leave --meta out")
+        run_controlled(folder, nodes, copies, control, is_json=is_json)
+        return
     run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s, is_json=is_json)
 
 

@@ -25,17 +25,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
 from clients.cli.cluster.demo_etcd import PORTS_FILE, DemoEtcd
 from clients.cli.output import write_json, write_raw
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
+from clients.testing.cluster import DcpCluster
+from clients.testing.control import ControlServer
 
 STATE_FILE: Final = "demo.json"
 RESTART_S: Final = 10.0
@@ -163,7 +165,39 @@ def run_demo(
             (folder / STATE_FILE).unlink()
 
 
-def _document(folder: Path, nodes: list[_DemoNode], url: str) -> dict[str, Any]:
+def run_controlled(
+    folder_name: str, count: int | None, copies: int, port: int, *, is_json: bool
+) -> None:
+    """Start the nodes, and carry out what is asked at a port of loopback until Ctrl-C. A node that
+    was killed stays down until a restart is asked for.
+    """
+    folder = Path(folder_name).absolute()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _tell(f"the nodes start; logs: {folder}")
+    names = _names(folder, folder_name, count)
+    cluster = DcpCluster(nodes=len(names), copies=copies, data=folder)
+    try:
+        server = ControlServer(cluster, port)
+    except OSError as error:
+        raise ConnectError(
+            f"port {port} cannot be used: {error}", hint="Name another one."
+        ) from None
+    with server, cluster:
+        nodes = [_Shown(name, node.port, node.admin_port) for name, node in cluster.nodes.items()]
+        if is_json:
+            write_json({**_document(folder, nodes, EMBEDDED), "control": server.url})
+        else:
+            write_raw(f"{_text(folder_name, nodes, EMBEDDED)}control {server.url}\n".encode())
+        server.serve_forever()
+
+
+class _Shown(NamedTuple):
+    name: str
+    port: int
+    admin_port: int
+
+
+def _document(folder: Path, nodes: Sequence[_DemoNode | _Shown], url: str) -> dict[str, Any]:
     rows = [
         {"name": node.name, "address": f"127.0.0.1:{node.port}", "admin_port": node.admin_port}
         for node in nodes
@@ -171,7 +205,7 @@ def _document(folder: Path, nodes: list[_DemoNode], url: str) -> dict[str, Any]:
     return {"result": "started", "folder": str(folder), "metadata_store": url, "nodes": rows}
 
 
-def _text(folder_name: str, nodes: list[_DemoNode], url: str) -> str:
+def _text(folder_name: str, nodes: Sequence[_DemoNode | _Shown], url: str) -> str:
     lines = [f"{node.name}  127.0.0.1:{node.port}" for node in nodes]
     lines += [] if url == EMBEDDED else [f"metadata store  {url}"]
     lines.append(f"try  dcpctl --server 127.0.0.1:{nodes[0].port} cluster status")

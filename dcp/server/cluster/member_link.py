@@ -240,6 +240,12 @@ class MemberLink(asyncio.Protocol):
 
     # -- what the node calls -----------------------------------------------------------------------
 
+    def cut(self) -> None:
+        """End the link, as if the network had."""
+        self.link.closed()
+        if self._transport is not None:
+            self._transport.abort()
+
     def flush(self) -> None:
         """Send what the link has to send; end the connection of a link that is closed."""
         transport = self._transport

@@ -95,7 +95,7 @@ class OwnClock:
         self._next_ns = now_ns + TELL_NS
         record = ClockRecord(member=membership.member, unix_ms=time.time_ns() // 1_000_000)
         key = view.keys.of_member(KeyKind.CLOCK, membership.member)
-        self._meta.submit(_of_this_process(self._session, key, encode_record(record)), _written)
+        self._meta.submit(of_this_process(self._session, key, encode_record(record)), _written)
 
     def view_changed(self) -> None:
         """Look at the clocks of the view."""
@@ -140,11 +140,11 @@ class OwnFigures:
         if self.wanted is None or (stored is not None and stored.content == self.wanted):
             return
         key = view.keys.of_member(KeyKind.FIGURES, membership.member)
-        txn = _of_this_process(self._session, key, encode_record(self.wanted))
+        txn = of_this_process(self._session, key, encode_record(self.wanted))
         self._meta.submit(txn, _written)
 
 
-def _of_this_process(session: ClusterSession, key: bytes, value: bytes) -> Txn:
+def of_this_process(session: ClusterSession, key: bytes, value: bytes) -> Txn:
     """Return the transaction that writes a key of this process, and is gone with it."""
     membership, view = session.membership, session.view
     alive = view.keys.of_member(KeyKind.ALIVE, membership.member)

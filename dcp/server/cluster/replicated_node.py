@@ -203,7 +203,7 @@ class ReplicatedNode:
         self.sent_map = SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self.sent_map.version)
         self._raising = RaisedLife(self._life, access.meta)
-        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
+        self.manifest = SharedManifest(session, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.figures = OwnFigures(session, access.meta)
@@ -211,6 +211,8 @@ class ReplicatedNode:
         self.own_links = OwnLinks(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
+        self.cut_members: set[str] = set()
+        """Members that this node dials no more, for tests."""
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
         self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
@@ -285,9 +287,13 @@ class ReplicatedNode:
     async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
         """Change the collections of the cluster. Raises CollectionsRefusedError, ManifestError."""
         try:
-            return await self.manifest.change(change)
+            after, behind = await self.manifest.change(change)
         except ManifestNotChangedError as error:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        if behind:
+            text = "collections are not on all nodes yet"
+            self._log.warning(text, manifest_uid=after.uid, nodes=", ".join(behind))
+        return after
 
     def hosts(self) -> frozenset[str]:
         """Return the hosts at which the members are reached."""
@@ -466,6 +472,7 @@ class ReplicatedNode:
         self._clock.tick(now_ns)
         self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
+        self.manifest.look(now_ns)
         self.core.time_passes(now_ns)
         if self._turns >= self._core_turn and self._looks.is_due(now_ns):
             self._core_turn = self._turns + CORE_TURNS
@@ -514,7 +521,7 @@ class ReplicatedNode:
         if isinstance(effect, ViewChanged):
             if was_set_back := self._life.look():
                 self._log.warning(was_set_back)
-            self.manifest.adopt()
+            self.manifest.view_changed()
             self._adopt_users()
             self._clock.view_changed()
             if may_act:
@@ -569,7 +576,7 @@ class ReplicatedNode:
     def _dial(self, effect: Dial) -> None:
         link = self.core.replica.links[effect.member]
         stored = self.session.view.members.get(effect.member)
-        if stored is None:
+        if stored is None or effect.member in self.cut_members:
             link.closed()
             return
         record, tls = stored.content, self._parts.link_tls
@@ -586,6 +593,14 @@ class ReplicatedNode:
         else:
             advice = "Start it with --tls-cert, and with the same --cluster-tls"
             connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+
+    def cut_off(self, member: str) -> None:
+        """End the link to another node, and dial it no more until `cut_members` has lost it."""
+        self.cut_members.add(member)
+        for each in self._links:
+            if each.member == member:
+                each.cut()
+        self._link_moved()
 
     def _has_ended(self, connection: MemberLink) -> bool:
         """Whether nothing more comes of a connection; tell once why there is none."""

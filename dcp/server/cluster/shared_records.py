@@ -12,7 +12,11 @@ Invariants
 written to the store first, compared with the list that it was made from. Each node adopts the list
 when its view has it, and the masters tell their partitions' streams.
 
-Invariant: a node never goes back to an older list.
+Invariants
+- a node never goes back to an older list
+- whoever changed the list is answered when all nodes that run have said in the store that the
+  events are committed in the partitions that they serve, or after EVERYWHERE_S: the change is in
+  force anyhow, and a node that stands still is dead soon
 
 **Users** are one table in the metadata store, kept in each node's folder. A change on any node is
 written to the store first, compared with the table that it was made from. Each node writes a newer
@@ -24,17 +28,27 @@ Invariant: a node changes no user by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.server.access.users import Users
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster.joining.enrolment import AGAIN_S, ANSWER_S, EnrolmentError, ask
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_records import of_this_process
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.coordinator.records import ManifestRecord, UsersRecord, encode_record
+from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.plans.request_answers import name_of
+from failover.coordinator.records import (
+    CollectionsRecord,
+    KeyKind,
+    ManifestRecord,
+    UsersRecord,
+    encode_record,
+)
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     KeyValue,
@@ -49,6 +63,7 @@ from failover.metadata.metastore import (
     if_unchanged,
 )
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
 from vbucket.model.manifest import Manifest
 
 TRIES_MAX: Final = 3
@@ -117,30 +132,83 @@ class ManifestNotChangedError(Exception):
     """The change may not have happened; the text says why."""
 
 
+class ChangedManifest(NamedTuple):
+    """A list that is in force, and the names of nodes that have not written its events yet."""
+
+    manifest: Manifest
+    behind: list[str]
+
+
+EVERYWHERE_S: Final = 5.0
+"""A node that stands still has lost its lease by then, and other masters its partitions."""
+WRITE_NS: Final = 1_000_000_000
+"""Time between two attempts to say the same."""
+
+
 class SharedManifest:
     """See the module. `settle` is called before the engine's list changes."""
 
     def __init__(
-        self, view: ClusterView, engine: Engine, access: MetaAccess, settle: Callable[[], None]
-    ) -> None:
-        self._view = view
+        self, session: ClusterSession, engine: Engine, access: MetaAccess,
+        settle: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._session = session
+        self._view = session.view
         self._engine = engine
         self._access = access
         self._settle = settle
-        self._adopted = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._uncommitted: dict[int, int] = {}
+        """Partition -> the seqno of its last event that may not be committed."""
+        self._written_uid = -1
+        """What this process tried to write last, and when it may try again."""
+        self._next_ns = 0
 
-    def adopt(self) -> None:
+    def view_changed(self) -> None:
         """Take the list of the view, if it is newer than the engine's."""
         stored = self._view.manifest
         keyspace = self._engine.keyspace
         if stored is not None and stored.content.uid > keyspace.manifest.uid:
             self._settle()
             keyspace.set_manifest(stored.content.manifest())
-            self._adopted.set()
-            self._adopted = asyncio.Event()
+            self._uncommitted = {
+                part.vb_id: part.high_seqno
+                for part in self._engine.partitions
+                if part.state == VbState.ACTIVE
+            }
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Change the list of the cluster; return it when this node has it. Raises
+    def look(self, now_ns: int) -> None:
+        """Say in the store that the events are committed here, if they are and it does not."""
+        session, view = self._session, self._view
+        membership, uid = session.membership, self._engine.keyspace.manifest.uid
+        stored = view.collections.get(membership.member)
+        if stored is not None and stored.content.uid == uid:
+            return
+        if not membership.is_alive or not view.is_loaded:
+            return
+        self._forget_committed()
+        if self._uncommitted:
+            return
+        if uid == self._written_uid and now_ns < self._next_ns:
+            return
+        self._written_uid, self._next_ns = uid, now_ns + WRITE_NS
+        key = view.keys.of_member(KeyKind.COLLECTIONS, membership.member)
+        record = CollectionsRecord(member=membership.member, uid=uid)
+        txn = of_this_process(session, key, encode_record(record))
+        self._access.meta.submit(txn, _written)
+
+    def _forget_committed(self) -> None:
+        parts = self._engine.partitions
+        self._uncommitted = {
+            vb_id: seqno
+            for vb_id, seqno in self._uncommitted.items()
+            if parts[vb_id].state == VbState.ACTIVE and parts[vb_id].committed_seqno < seqno
+        }
+
+    async def change(self, change: Callable[[Manifest], Manifest]) -> ChangedManifest:
+        """Change the list of the cluster; return it when the nodes have it. Raises
         ManifestNotChangedError, and what `change` raises.
         """
         for _ in range(TRIES):
@@ -154,7 +222,7 @@ class SharedManifest:
                     "before it does"
                 )
             key, value = self._view.keys.manifest, encode_record(ManifestRecord.of(after))
-            adopted = self._adopted
+            changed = self._changed
             try:
                 is_replaced = await replace_record(self._access.meta, key, value, stored.item)
             except NotReplacedError as error:
@@ -166,22 +234,43 @@ class SharedManifest:
                 ) from error
             if is_replaced:
                 await self._until_seen(after.uid)
-                return after
-            await self._wait(adopted)
+                await self._until_everywhere(after.uid)
+                return ChangedManifest(after, self._behind(after.uid))
+            await self._wait(changed)
         raise ManifestNotChangedError("others change the collections all the time; try again")
 
     async def _until_seen(self, uid: int) -> None:
         while self._engine.keyspace.manifest.uid < uid:
-            await self._wait(self._adopted)
+            await self._wait(self._changed)
 
-    async def _wait(self, adopted: asyncio.Event) -> None:
+    async def _until_everywhere(self, uid: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVERYWHERE_S):
+                while self._behind(uid):
+                    await self._changed.wait()
+
+    def _behind(self, uid: int) -> list[str]:
+        """Return the nodes that run and have not written the events. One without a record has an
+        older version, or has just started and waits for the list before it serves.
+        """
+        return [
+            name_of(self._view, member)
+            for member, stored in self._view.collections.items()
+            if stored.content.uid < uid and member in self._view.alive
+        ]
+
+    async def _wait(self, changed: asyncio.Event) -> None:
         try:
             async with asyncio.timeout(SEEN_S):
-                await adopted.wait()
+                await changed.wait()
         except TimeoutError:
             raise ManifestNotChangedError(
                 f"this node has not seen the change within {SEEN_S:g} s"
             ) from None
+
+
+def _written(_result: StoreResult) -> None:
+    """Do nothing: the view says whether it was written."""
 
 
 TABLE_BYTES_MAX: Final = 1 << 20

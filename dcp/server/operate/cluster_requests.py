@@ -47,6 +47,18 @@ class NodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: DryRun = False
 
 
+class CutRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The node that this one is to be cut off from."""
+
+    node: _Node
+
+
+class CutsReport(Struct, frozen=True):
+    """The nodes that this one is cut off from."""
+
+    cut: list[str]
+
+
 class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The master to fail over: a node, or one partition."""
 

@@ -9,6 +9,7 @@
     GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
     POST /api/v1/cluster/meta/testify, meta/restore   build the metadata store's records anew
     GET  /api/v1/cluster/meta/export   the newest records of the store that this node has seen
+    POST /api/v1/cluster/cut, heal   end this node's link to another one, for tests
     POST /api/v1/cluster/set, rebalance, cancel, move, drain, undrain, remove, failover
 
 With `dry_run` these, init and join only say what they would do. Init and join restart the node in
@@ -35,6 +36,8 @@ from dcp.server.operate.cluster_reports import (
 )
 from dcp.server.operate.cluster_requests import (
     ChangeReport,
+    CutRequest,
+    CutsReport,
     MasterFailoverRequest,
     MetaExport,
     MetaRestoreReport,
@@ -92,6 +95,7 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     path = "/api/v1/cluster"
     return [
         *_change_routes(commands, path),
+        *_cut_routes(commands, path),
         *_meta_routes(commands, f"{path}/meta"),
         RouteSpec(
             "POST", f"{path}/init", init, body=InitRequest, answer=InitAnswer,
@@ -203,6 +207,29 @@ def _meta_routes(commands: Callable[[], ClusterOperations], path: str) -> list[R
         RouteSpec(
             "GET", f"{path}/export", export, role=Role.ADMIN, answer=MetaExport,
             summary="Return the newest records of the metadata store that this node has seen.",
+        ),
+    ]  # fmt: skip
+
+
+def _cut_routes(commands: Callable[[], ClusterOperations], path: str) -> list[RouteSpec]:
+    async def cut(request: Request) -> Response:
+        body = await read_body(request, CutRequest)
+        asked = _called(lambda: commands().cut(body))
+        return json_answer(await _settled(asked, "nothing was cut"))
+
+    async def heal(request: Request) -> Response:
+        await read_body(request, NoMembers)
+        return json_answer(await _settled(_called(commands().heal), "nothing was healed"))
+
+    return [
+        RouteSpec(
+            "POST", f"{path}/cut", cut, body=CutRequest, answer=CutsReport,
+            summary="End this node's replication from another node, in test mode: as its side of a"
+            " cut network does.",
+        ),
+        RouteSpec(
+            "POST", f"{path}/heal", heal, body=NoMembers, answer=CutsReport,
+            summary="Let this node replicate from all others again.",
         ),
     ]  # fmt: skip
 

@@ -37,7 +37,8 @@ from dcp.server.operate.cluster_reports import (
     PartitionReport,
     ReceiptsReport,
 )
-from failover.coordinator.plans.request_answers import name_of
+from dcp.server.operate.cluster_requests import CutRequest, CutsReport
+from failover.coordinator.plans.request_answers import RequestRefused, member_named, name_of
 from failover.metadata.etcd.settings import files_of_url
 
 
@@ -114,6 +115,36 @@ class ClusterOperations:
         """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
         is_test_mode = self._newcomer.settings.test_mode == "on"
         return ClusterChanges(self._member(), is_test_mode=is_test_mode)
+
+    def cut(self, asked: CutRequest) -> CutsReport:
+        """End this node's link to another one, for tests. Raises ClusterRefusedError."""
+        replicated = self._in_test_mode()
+        view, own = replicated.session.view, replicated.session.membership.member
+        member = member_named(view, asked.node)
+        if member == own:
+            member = RequestRefused("a node is cut off from another one, and this is itself")
+        if isinstance(member, RequestRefused):
+            raise ClusterRefusedError(member.text, "Name another", status=HTTPStatus.NOT_FOUND)
+        replicated.cut_off(member)
+        return self._cuts(replicated)
+
+    def heal(self) -> CutsReport:
+        """Let this node dial all others again. Raises ClusterRefusedError."""
+        replicated = self._in_test_mode()
+        replicated.cut_members.clear()
+        return self._cuts(replicated)
+
+    def _cuts(self, replicated: ReplicatedNode) -> CutsReport:
+        view = replicated.session.view
+        return CutsReport(sorted(name_of(view, each) for each in replicated.cut_members))
+
+    def _in_test_mode(self) -> ReplicatedNode:
+        if self._newcomer.settings.test_mode != "on":
+            raise ClusterRefusedError(
+                "cuts between nodes are for tests, and this node is not in test mode",
+                "Start the node with --test-mode on", status=HTTPStatus.FORBIDDEN,
+            )  # fmt: skip
+        return self._member()
 
     @property
     def meta(self) -> MetaDesk:

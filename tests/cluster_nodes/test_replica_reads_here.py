@@ -1,0 +1,129 @@
+"""Consumers that read from copies that are not masters: nothing missing, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from clients import CheckpointFile, Consumer, Deletion, Mutation, Rollback
+from clients.errors import UnsupportedError
+from support.cluster_here import ClusterHere
+from support.waiting import until_so
+from vbucket.engine.partition import VbState
+
+KEYS = 400
+
+
+class Seen:
+    """What a consumer was told: the newest value of each key, and each seqno once."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.seqnos: set[tuple[int, int]] = set()
+        self.rollbacks: list[Rollback] = []
+
+    def take(self, change: Mutation | Deletion | Rollback) -> None:
+        if isinstance(change, Rollback):
+            self.rollbacks.append(change)
+            return
+        place = change.vb_id, change.seqno
+        assert place not in self.seqnos, f"{place} came twice"
+        self.seqnos.add(place)
+        assert isinstance(change, Mutation)
+        self.values[change.key] = change.value
+
+    async def follow(self, consumer: Consumer) -> None:
+        async for change in consumer.changes():
+            self.take(change)
+
+
+async def write(cluster: ClusterHere, text: bytes) -> dict[bytes, bytes]:
+    wanted = {b"k%d" % number: text + b" %d" % number for number in range(KEYS)}
+    async with cluster.client(next(iter(cluster.nodes))) as kv:
+        await kv.set_many(wanted)
+    return wanted
+
+
+def streams(cluster: ClusterHere) -> dict[VbState, int]:
+    """Return how many streams of consumers there are of copies in each state."""
+    found: dict[VbState, int] = dict.fromkeys((VbState.ACTIVE, VbState.REPLICA), 0)
+    for node in cluster.nodes.values():
+        for producer in tuple(node._hub._names.values()):
+            for stream in producer.streams():  # type: ignore[attr-defined]
+                found[node.engine.partitions[stream.vb_id].state] += 1
+    return found
+
+
+async def test_masters_carry_nothing_and_a_death_leaves_no_gap(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.of_three()
+        address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+        seen = Seen()
+        async with Consumer(address, from_replicas=True, validate=True, history=True) as consumer:
+            following = asyncio.create_task(seen.follow(consumer))
+            wanted = await write(cluster, b"first")
+            await until_so(lambda: seen.values == wanted or following.done())
+            # Where a copy was passed over, because it was not ready, for RETURN_S at most.
+            await until_so(lambda: streams(cluster) == {VbState.ACTIVE: 0, VbState.REPLICA: 1024})
+
+            writing = asyncio.create_task(write(cluster, b"second"))
+            await cluster.kill("n3")
+            await writing
+            wanted = await write(cluster, b"third")
+            await until_so(lambda: seen.values == wanted or following.done())
+            assert seen.rollbacks == []
+            per_part: dict[int, set[int]] = {}
+            for vb_id, seqno in seen.seqnos:
+                per_part.setdefault(vb_id, set()).add(seqno)
+            assert all(found == set(range(1, len(found) + 1)) for found in per_part.values())
+            following.cancel()
+
+
+async def test_positions_are_those_of_masters_and_rollbacks_too(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path, test_mode="on") as cluster:
+        for name in ("n1", "n2"):
+            await cluster.start(name)
+            await cluster.become_member(name, copies=2 if name == "n1" else 0)
+        await cluster.until_all_in_sync(2)
+        store, seen = CheckpointFile(tmp_path / "checkpoint"), Seen()
+        address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+        for turn in range(4):
+            wanted = await write(cluster, b"turn %d" % turn)
+            from_replicas = turn % 2 == 0
+            async with Consumer(
+                address, store=store, from_replicas=from_replicas, validate=True
+            ) as consumer:
+                following = asyncio.create_task(seen.follow(consumer))
+                await until_so(lambda: seen.values == wanted or following.done())  # noqa: B023
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+                await consumer.save()
+        assert len(seen.seqnos) == 4 * KEYS
+        assert seen.rollbacks == []
+
+        vb_id = 528
+        async with cluster.client("n1") as kv:
+            for _ in range(4):
+                await kv.set(b"hello", b"world")
+        name = "n1" if vb_id in cluster.active("n1") else "n2"
+        high = cluster.nodes[name].engine.partitions[vb_id].high_seqno
+        async with Consumer(address, store=store, from_replicas=True) as consumer:
+            following = asyncio.create_task(seen.follow(consumer))
+            await until_so(lambda: (vb_id, high) in seen.seqnos or following.done())
+            replicated = cluster.nodes[name].replicated
+            assert replicated is not None
+            await replicated.branches.branch(vb_id, high - 2)
+            await until_so(lambda: seen.rollbacks or following.done())
+            assert [each.server_seqno for each in seen.rollbacks] == [high - 2]
+            following.cancel()
+
+
+async def test_with_one_copy_it_is_refused(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+        with pytest.raises(UnsupportedError, match="one copy of each partition"):
+            async with Consumer(address, from_replicas=True):
+                pass
