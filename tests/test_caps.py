@@ -56,6 +56,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
     "spans for OpenTelemetry": Feature(1, 230),
     "import dcpd": Feature(5, 80),
+    "dcpctl conformance consumer": Feature(13, 2565),
     "dcpctl conformance server": Feature(18, 5819),
     "backups in the console and in dcpctl backup list": Feature(3, 327),
     "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),

@@ -73,11 +73,17 @@ backup.add_command(export)
     help="Store only the newest version of a document per run: smaller, but no points in between.",
 )  # fmt: skip
 @click.option(
+    "--from-replicas", is_flag=True,
+    help="Read from copies that are not masters: what they have, some ms after the masters.",
+)  # fmt: skip
+@click.option(
     "--give-up", type=click.IntRange(min=1), metavar="N",
     help="Give up run N, the first lost or damaged one, and all later runs; continue from N - 1.",
 )  # fmt: skip
 @with_target
-def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
+def run_(
+    *, target: Target, url: str, newest_only: bool, from_replicas: bool, give_up: int | None
+) -> int:
     """Back up."""
     from clients.backup.run import Backup, BackupProgress, RunReport
 
@@ -94,7 +100,7 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
         async def go() -> None:
             work = Backup(
                 archive, target.address, history=not newest_only, give_up=give_up,
-                on_progress=on_progress,
+                from_replicas=from_replicas, on_progress=on_progress,
             )  # fmt: skip
             reports.append(await work.run())
 
@@ -117,7 +123,7 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
     rate = record.changes / report.seconds if report.seconds else 0
     sizes = f"{size_text(record.raw_bytes)} in {size_text(record.stored_bytes)}"
     took = f"{report.seconds:.1f} s ({rate:,.0f} changes/s)"
-    lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
+    lines = [f"run {record.run}: {_plural(record.changes, 'change')}, {sizes}, {took}"]
     if record.is_resumed:
         lines.append(f"resumed a killed run after {report.resumed_segments} segments")
     if record.is_other_server:
@@ -257,8 +263,9 @@ def verify_(*, target: Target, url: str) -> int:
         lines += [f"damaged: {damage}" for damage in report.damages]
         sound = "sound" if report.is_sound else "DAMAGED"
         lines.append(
-            f"{sound}: {report.runs} runs, {report.segments} segments, {report.chunks} chunks,"
-            f" {report.changes} changes, {size_text(report.stored_bytes)}"
+            f"{sound}: {_plural(report.runs, 'run')}, {_plural(report.segments, 'segment')},"
+            f" {_plural(report.chunks, 'chunk')}, {_plural(report.changes, 'change')},"
+            f" {size_text(report.stored_bytes)}"
         )
         write_raw("\n".join(lines).encode() + b"\n")
     return EXIT_OK if report.is_sound else EXIT_FAILED
@@ -350,6 +357,10 @@ def _show_run(target: Target, runs: list[RunRecord], run: int) -> None:
             whole = " ".join(f"{low}-{high}" if low != high else f"{low}" for low, high in ranges)
         rows.append((vb_id, leg.to_seqno, vb_uuid, len(leg.versions), whole))
     target.show_rows(columns, rows)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _kind(record: RunRecord) -> str:

@@ -20,6 +20,7 @@ from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import time_text
 from clients.cli.admin_api import AdminRequestError, ask_every_node
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target
+from clients.cli.node.figures import size_text
 from clients.errors import ConnectError, DcpdError
 
 PATH: Final = "/api/v1/backups"
@@ -29,6 +30,10 @@ _COLUMNS: Final = (
     ("archive", "archive"), ("run", "run"), ("partitions", "partitions"), ("changes", "changes"),
     ("raw_bytes", "raw bytes"), ("stored_bytes", "stored bytes"), ("user", "user"),
     ("host", "host"), ("why", "why"),
+)  # fmt: skip
+_SHORT: Final = (
+    ("started", "started (UTC)"), ("what", "what"), ("result", "result"), ("changes", "changes"),
+    ("stored", "stored"), ("archive", "archive"),
 )  # fmt: skip
 
 
@@ -103,9 +108,23 @@ def show_reports(target: Target) -> None:
         row = {**each, **each["report"]}
         row["started"] = _time_text(row["started_s"])
         row["ended"] = "" if row["ended_s"] is None else _time_text(row["ended_s"])
-        rows.append([row[name] for name, _ in _COLUMNS])
-    empty = "the server was told of no backup; dcpctl backup run --archive URL makes one"
-    target.show_rows(_COLUMNS, rows, empty)
+        rows.append(row)
+    columns: tuple[tuple[str, str], ...] = _COLUMNS
+    if target.rows_mode == "table":
+        columns, rows = _SHORT, [_short(row) for row in rows]
+    empty = "no backup was reported to the server; dcpctl backup run --archive URL makes one"
+    target.show_rows(columns, [[row[name] for name, _ in columns] for row in rows], empty)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what fits on a screen."""
+    what = f"run {row['run']}" if row["kind"] == "run" and row["run"] else row["kind"]
+    result = f"{row['result']}: {row['why']}" if row["why"] else row["result"]
+    started = row["started"][:19].replace("T", " ")
+    return {
+        **row, "started": started, "what": what, "result": result,
+        "stored": size_text(row["stored_bytes"]),
+    }  # fmt: skip
 
 
 def _time_text(seconds: float) -> str:

@@ -343,3 +343,14 @@ def test_the_server_is_told_of_runs_and_checks(ctl, server, other, archive, tmp_
     # Another server, and none at all: the check is done, and nothing is said of it.
     assert ctl(other, "backup", "verify", "--archive", archive)[2] == ""
     assert told(other) == []
+    table = ctl(server, "backup", "list", "-o", "table")[1].decode().splitlines()
+    assert table[0].split() == [
+        "started",
+        "(UTC)",
+        "what",
+        "result",
+        "changes",
+        "stored",
+        "archive",
+    ]
+    assert all(len(line) <= 80 or str(archive) in line for line in table)

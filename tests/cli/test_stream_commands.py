@@ -97,3 +97,16 @@ def test_a_stream_shows_the_version_that_it_asked_with(ctl, rows, server):
         second = row()
     assert (second["asked_vb_uuid"], second["asked_seqno"]) == (first["vb_uuid"], seqno)
     assert second["vb_uuid"] != first["vb_uuid"]
+
+
+def test_a_consumer_acknowledges_far_less_than_its_window(rows, server):
+    vb_id = vbucket_of("acknowledged:0")
+    with server.connect() as kv:
+        kv.set("acknowledged:0", b"1")
+    with SyncConsumer(server.address, name="acks", vbuckets=[vb_id]) as consumer:
+        changes = consumer.changes()
+        next(changes)
+        with server.connect() as kv:
+            kv.set("acknowledged:0", b"2")
+        next(changes)  # the first one is processed now
+        until(lambda: rows("stream", "list", "--name", "acks")[0]["unacked_bytes"] < 200)

@@ -158,10 +158,12 @@ function Document({ found, setFound, may, onChanged, isMember, asOf }) {
 function Listing({ collection, prefix, lookUp, changes, asOf }) {
   const [notice, run, isRunning] = useAct();
   const [list, setList] = useState(null);
+  const newest = useRef(); // an answer that comes after that of a later question is dropped
   const load = (before) => run(async () => {
+    const mine = (newest.current = {});
     const found = await ask("GET", `${PATH}/sorted` + query({
       collection, prefix, limit: PAGE_ROWS, position: before?.next, at: momentOf(asOf) }));
-    setList({ ...found, documents: [...(before?.documents ?? []), ...found.documents] });
+    if (newest.current === mine) setList({ ...found, documents: [...(before?.documents ?? []), ...found.documents] });
   });
   useEffect(() => { load(null); }, [collection, prefix, changes, asOf]);
   return html`<section aria-labelledby="listing"><h2 id="listing" class="hidden">Documents by key</h2>
