@@ -45,13 +45,6 @@ def magic(run: Run) -> None:
     need(answer.magic == p.RESPONSE, f"the magic is 0x{answer.magic:02x}")
 
 
-@check("framing.opcode", "Magic number identifying the package", _BINARY)
-def opcode(run: Run) -> None:
-    """An answer has its request's opcode."""
-    answer = run.raw().ask(p.VERSION)
-    need(answer.opcode == p.VERSION, f"it is an answer to {p.opcode_name(answer.opcode)}")
-
-
 @check("framing.noop-is-empty", "Used as a keep alive.", _BINARY)
 def noop_is_empty(run: Run) -> None:
     """The answer to a NOOP has neither extras nor key nor value."""
@@ -243,14 +236,6 @@ def json_agent(run: Run) -> None:
     """An agent in JSON is taken."""
     agent = b'{"a":"conformance/1","i":"0000000000000001/0000000000000002"}'
     need_status(run.raw().hello((MUTATION_SEQNO,), agent))
-
-
-@check("hello.bad-json-agent", "SHOULD have key", _BINARY)
-def bad_json_agent(run: Run) -> None:
-    """An agent that only looks like JSON leaves the connection usable."""
-    wire = run.raw()
-    wire.hello((MUTATION_SEQNO,), b"{no json")
-    need_status(wire.ask(p.NOOP))
 
 
 @check("hello.odd-value", "a two byte value in network byte order.", _BINARY)

@@ -67,14 +67,6 @@ def mutation_cas(run: Run) -> None:
     need(got.cas == token.cas, f"CAS {got.cas}, the writer was answered {token.cas}")
 
 
-@check("mutations.seqno", "by seqno   (24-31)", pages.MUTATION)
-def mutation_seqno(run: Run) -> None:
-    """A mutation has the seqno of the writer's token."""
-    tokens = written(run, 3)
-    for token in tokens:
-        change_of(run, token)
-
-
 @check("mutations.revision", "rev seqno  (32-39)", pages.MUTATION)
 def mutation_revision(run: Run) -> None:
     """A new document has revision 1; each change adds one."""

@@ -339,15 +339,6 @@ def _all_seqnos(wire: Wire, extras: bytes = b"") -> dict[int, int]:
     return found
 
 
-@check("seqnos.active", "active: `0x01`", pages.SEQNOS)
-def active(run: Run) -> None:
-    """GET_ALL_VB_SEQNOS with state 1 lists partitions that take writes."""
-    wire = run.kv()
-    found = _all_seqnos(wire, pack(">I", 1))
-    need(run.vb in found, f"partition {run.vb} takes part in no answer")
-    run.write(wire, run.key())
-
-
 @check("seqnos.all", "The vBuckets in the response are sorted by their number.", pages.SEQNOS)
 def all_(run: Run) -> None:
     """GET_ALL_VB_SEQNOS lists 10 bytes for each partition, sorted."""

@@ -49,12 +49,6 @@ def no_extras(run: Run) -> None:
     need_status(run.kv().open(run.dcp_name(), extras=b""), p.EINVAL)
 
 
-@check("open.short-extras", "Must have an 8 byte extras section", pages.OPEN)
-def short_extras(run: Run) -> None:
-    """DCP_OPEN with 4 bytes of extras is EINVAL."""
-    need_status(run.kv().open(run.dcp_name(), extras=pack(">I", 1)), p.EINVAL)
-
-
 @check("open.name-200", "the name take up no more space than 200 bytes.", pages.OPEN)
 def name_200(run: Run) -> None:
     """A name of 200 bytes is OK."""

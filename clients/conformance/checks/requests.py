@@ -558,16 +558,3 @@ def end_reopen(run: Run) -> None:
     wire = run.dcp()
     for _ in range(2):
         ended(wire, after(run, wire, tokens[0], tokens[1]))
-
-
-@check(
-    "end.connection-stays",
-    "the Producer will send a [Stream End](commands/stream-end.md) message",
-    pages.FLOW_OF,
-)
-def end_connection_stays(run: Run) -> None:
-    """After the last STREAM_END the connection still answers."""
-    tokens = written(run, 1)
-    wire = run.dcp()
-    ended(wire, after(run, wire, tokens[0], tokens[0]))
-    need_status(wire.ask(p.DCP_FAILOVER_LOG, run.vb))

@@ -228,18 +228,6 @@ def may_duplicate(run: Run) -> None:
 
 
 @check(
-    "snapshots.no-answer",
-    "The client should not send a reply to this command unless the ack flag is set.",
-    pages.MARKER,
-)
-def no_answer(run: Run) -> None:
-    """Plain streams do not ask for acknowledgements of snapshots."""
-    for each in _shown(run, written(run)):
-        if each.opcode == p.MARKER:
-            need(not marker_of(each).kind & 0x08, f"{each} asks for an answer")
-
-
-@check(
     "snapshots.same-twice",
     "a snapshot (a full snapshot) is an immutable view of the KV store at an instance.",
     pages.CONCEPTS,
