@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from clients.backup.feed import Feed
 from clients.errors import DcpdError
+from clients.link.copies import Copies
 from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
 from clients.link.topology import Place
@@ -32,14 +33,23 @@ class Home(NamedTuple):
 
 
 class Dialing:
-    """The partitions of a backup that have no session. `find` brings a newer map to `dials`."""
+    """The partitions of a backup that have no session. `find` brings a newer map to `dials`.
 
-    def __init__(self, dials: Dials, find: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    `copies`: those to read from; None: masters.
+    """
+
+    def __init__(
+        self,
+        dials: Dials,
+        find: Callable[[], Coroutine[Any, Any, None]],
+        copies: Copies | None = None,
+    ) -> None:
         self.failure: DcpdError | None = None
         """The last error that keeps a partition from being streamed."""
         self._cluster = dials.cluster
         self._find = find
         self._dials = dials
+        self._copies = copies
         self._homeless: dict[int, Feed] = {}
         """Also those whose node is being dialed."""
         self._waiting: dict[int, Feed] = {}
@@ -98,6 +108,8 @@ class Dialing:
         for place, vb_ids, link, failure in self._dials.finished(now_s, 0.0):
             if link is None:
                 self.failure = failure
+                if self._copies is not None:
+                    self._copies.pass_over(vb_ids, now_s)
             else:
                 homes.append(Home(place, link, self._taken(vb_ids)))
         return homes

@@ -31,7 +31,7 @@ from typing import Final
 from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.chunk import Piece
 from clients.backup.feed import Feed, FeedState
-from clients.errors import DcpdError, StreamViolationError
+from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (
     Ended,
@@ -45,6 +45,7 @@ from clients.streaming.outcome import (
 )
 from clients.streaming.stream_connection import (
     BUFFER_BYTES,
+    FROM_REPLICAS,
     VERSION_LOG,
     FrameBuffer,
     Setup,
@@ -78,12 +79,14 @@ class Intake:
         *,
         history: bool,
         takes_replicas: bool = False,
+        from_replicas: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
         node: str | None = None,
     ) -> None:
         self.node = node
         self.takes_replicas = takes_replicas
         """Whether partitions are streamed that are replicas here, too: no other node has them."""
+        self._from_replicas = from_replicas
         self.feeds: dict[int, Feed] = {}
         """By partition."""
         self.gone: list[Feed] = []
@@ -95,6 +98,8 @@ class Intake:
         wished = [b"enable_expiry_opcode", VERSION_LOG]
         if history:
             wished.append(CHANGE_STREAMS)
+        if from_replicas:
+            wished.append(FROM_REPLICAS)
         flags = (
             OpenFlag.PRODUCER
             | OpenFlag.INCLUDE_DELETE_TIMES
@@ -179,7 +184,14 @@ class Intake:
         self._awaiting = [feed for feed in self.feeds.values() if feed.state is FeedState.IDLE]
         for feed in self._awaiting:
             feed.state = FeedState.ASKED
-        self._connection.ask_high_seqnos(self._on_seqnos, of_replicas_too=self.takes_replicas)
+        self._connection.ask_high_seqnos(
+            self._on_seqnos, self._on_no_seqnos if self._from_replicas else None,
+            of_replicas_too=self.takes_replicas or self._from_replicas,
+        )  # fmt: skip
+
+    def _on_no_seqnos(self, _error: StatusError) -> None:
+        """A replica has not heard of a master for a while: other copies may serve them."""
+        self._on_seqnos({})
 
     def _on_seqnos(self, high: dict[int, int]) -> None:
         """The high seqnos are known: request the streams up to there."""
@@ -223,6 +235,8 @@ class Intake:
                 self._again(feed)
             case Moved():
                 self._give_up(feed)
+            case Postponed() if self._from_replicas:
+                self._give_up(feed)  # another copy may serve it
             case Postponed():
                 self._later(feed)
             case Ended():

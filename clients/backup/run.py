@@ -44,6 +44,7 @@ from clients.errors import (
     StreamViolationError,
     error_from_status,
 )
+from clients.link.copies import Copies, check_copies
 from clients.link.dials import Dials
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
@@ -146,6 +147,7 @@ class Backup:
     """One run. `history`: stream every version, not only the newest in each snapshot.
 
     `versions_max`: name only this many versions in a stream request (None: all), for comparisons.
+    `from_replicas`: read copies that are not masters. What they have then is backed up.
     `give_up`: the first lost or damaged run. It and all later runs are dropped.
     """
 
@@ -158,6 +160,7 @@ class Backup:
         level: int = LEVEL,
         versions_max: int | None = None,
         give_up: int | None = None,
+        from_replicas: bool = False,
         on_progress: Callable[[BackupProgress], None] | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
         keep_s: float = KEEP_S,
@@ -181,7 +184,8 @@ class Backup:
         self._feeds: dict[int, Feed] = {}
         self._dials = Dials(address, self.wake, features=PUSH_FEATURES, longest_s=PAUSE_MAX_S)
         self._cluster = self._dials.cluster
-        self._dialing = Dialing(self._dials, self._refresh)
+        self._copies = Copies() if from_replicas else None
+        self._dialing = Dialing(self._dials, self._refresh, self._copies)
         self._chunker = Chunker(chunk_bytes)
         self._queue: list[asyncio.Future[None]] = []
         """Chunks whose result was not looked at yet; those that are written, too."""
@@ -254,6 +258,9 @@ class Backup:
             if self._done == len(self._feeds):
                 self.wake.set()
         if intake.gone:
+            if self._copies is not None:
+                gone = [feed.vb_id for feed in intake.gone]
+                self._copies.pass_over(gone, time.monotonic())
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
@@ -339,6 +346,9 @@ class Backup:
         try:
             self._collections = await collections_of(link)
             assert self._cluster.topology is not None
+            if self._copies is not None and self._cluster.newest is not None:
+                check_copies(self._cluster.newest, self._address.node)
+                self._cluster.topology = self._copies.chosen(self._cluster.newest)
             self._is_one_node = len(self._cluster.topology.nodes) == 1
         finally:
             link.close()
@@ -355,8 +365,9 @@ class Backup:
             return
         name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
         intake = Intake(
-            name, history=self._history, takes_replicas=self._is_one_node, node=home.link.node
-        )
+            name, history=self._history, takes_replicas=self._is_one_node,
+            from_replicas=self._copies is not None, node=home.link.node,
+        )  # fmt: skip
         session = self._sessions[home.place] = _Session(self, home.link, intake)
         for feed in home.feeds:
             intake.add(feed)

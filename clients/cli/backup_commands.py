@@ -73,11 +73,17 @@ backup.add_command(export)
     help="Store only the newest version of a document per run: smaller, but no points in between.",
 )  # fmt: skip
 @click.option(
+    "--from-replicas", is_flag=True,
+    help="Read from copies that are not masters: what they have, some ms after the masters.",
+)  # fmt: skip
+@click.option(
     "--give-up", type=click.IntRange(min=1), metavar="N",
     help="Give up run N, the first lost or damaged one, and all later runs; continue from N - 1.",
 )  # fmt: skip
 @with_target
-def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
+def run_(
+    *, target: Target, url: str, newest_only: bool, from_replicas: bool, give_up: int | None
+) -> int:
     """Back up."""
     from clients.backup.run import Backup, BackupProgress, RunReport
 
@@ -94,7 +100,7 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
         async def go() -> None:
             work = Backup(
                 archive, target.address, history=not newest_only, give_up=give_up,
-                on_progress=on_progress,
+                from_replicas=from_replicas, on_progress=on_progress,
             )  # fmt: skip
             reports.append(await work.run())
 

@@ -1,4 +1,4 @@
-"""The conformance kit: it judges servers of DCP by the public documents of the protocol.
+"""The conformance kit: it judges servers of DCP by the public documents, consumers by scenarios.
 
 An outline, bottom up:
 
@@ -8,4 +8,5 @@ wire        one connection: sends, expects, records; every wait has an end   she
 check       what a check is, and how it is made                              shell
 checks      the checks, one for a sentence of the documents
 report      what came of them: text, JSON, JUnit                             pure
+consumers   scenarios that a real server plays for a consumer, and judges
 """

@@ -93,6 +93,10 @@ class Target(NamedTuple):
     """What hooks find in their environment besides this process's."""
 
 
+UNREADABLE: Final = "the check did not expect what the server sent"
+"""Begins the reason if a check did not see what it reads: a fault of the server, and of the check,
+which should say what is missing.
+"""
 CHECKS: Final[dict[str, Check]] = {}
 """Id -> check, in the order of the documents' reader: connection first."""
 
@@ -311,6 +315,8 @@ def judge(one: Check, target: Target, vb_id: int) -> Result:
         outcome, reason = FAIL, str(error)
     except (WireError, MalformedError) as error:
         outcome, reason = FAIL, str(error)
+    except (LookupError, TypeError, ValueError) as error:
+        outcome, reason = FAIL, f"{UNREADABLE}: {error!r}"
     except RefusedError as error:
         outcome, reason = REFUSED, str(error)
     except NotApplicableError as error:

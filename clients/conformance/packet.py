@@ -21,6 +21,10 @@ _FLEX: Final = frozenset({FLEX_REQUEST, FLEX_RESPONSE})
 _HEADER: Final = Struct(">BBHBBHIIQ")
 _FLEX_HEADER: Final = Struct(">BBBBBBHIIQ")
 HEADER_BYTES: Final = 24
+_STREAM_ID: Final = 2
+"""Id of the frame info that has a stream's id."""
+_ESCAPE: Final = 15
+"""In half of a frame info's first byte: the next byte has the rest of the number."""
 BODY_BYTES_MAX: Final = 64 << 20
 """A longer body is a lie about its length: documents have at most 20 MiB, packets 30 MiB."""
 SHOWN_BYTES: Final = 48
@@ -76,6 +80,20 @@ class MalformedError(Exception):
     """Bytes that are no packet, or a packet that contradicts itself. The text says how."""
 
 
+def frame_infos(framing: bytes) -> dict[int, bytes]:
+    """Return the frame infos of flexible framing: id -> data. Raises MalformedError."""
+    rest, found = list(framing), dict[int, bytes]()
+    try:
+        while rest:
+            kind, length = divmod(rest.pop(0), 16)
+            kind += rest.pop(0) if kind == _ESCAPE else 0
+            length += rest.pop(0) if length == _ESCAPE else 0
+            found[kind] = bytes(rest.pop(0) for _ in range(length))
+    except IndexError:
+        raise MalformedError(f"the frame infos {framing.hex()} are cut off") from None
+    return found
+
+
 def status_name(status: int) -> str:
     """Return what people call a status."""
     return STATUSES.get(status, f"0x{status:02x}")
@@ -114,16 +132,8 @@ class Packet(NamedTuple):
     @property
     def stream_id(self) -> int | None:
         """The stream id of its flexible framing, None without one. Raises MalformedError."""
-        at = 0
-        while at < len(self.framing):
-            kind, length = self.framing[at] >> 4, self.framing[at] & 0x0F
-            info = self.framing[at + 1 : at + 1 + length]
-            if len(info) < length:
-                raise MalformedError(f"a frame info of {length} bytes is cut off in {self}")
-            if kind == 2:
-                return int.from_bytes(info, "big")
-            at += 1 + length
-        return None
+        info = frame_infos(self.framing).get(_STREAM_ID)
+        return None if info is None else int.from_bytes(info, "big")
 
     def unpack(self, form: str, what: str = "extras") -> tuple[Any, ...]:
         """Unpack the extras, or the `value`. Raises MalformedError if they have another size."""
@@ -269,4 +279,5 @@ def take(data: bytes | bytearray) -> tuple[Packet, int] | None:
         magic, opcode, field, opaque, cas, datatype, bytes(data[HEADER_BYTES:extras]),
         bytes(data[extras:key]), bytes(data[key:value]), bytes(data[value:end]),
     )  # fmt: skip
+    frame_infos(packet.framing)
     return packet, end

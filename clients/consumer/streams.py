@@ -66,8 +66,8 @@ Item = Event | Mutations
 RETRY_FIRST_NS: Final = 50_000_000
 RETRY_MAX_NS: Final = 5_000_000_000
 """Pause before a refused stream is requested again. It doubles from the first to the longest."""
-PASS_OVER_NS: Final = 200_000_000
-"""From this pause on, the third, a consumer that reads from replicas tries another copy."""
+PASS_OVER_NS: Final = 100_000_000
+"""After this pause, the second, a consumer that reads from replicas tries another copy."""
 MAP_AFTER_NS: Final = 800_000_000
 """From this pause on, the fifth, a newer cluster map is wanted with each refusal. A node that is
 cut off from its cluster refuses for as long as one asks it."""
@@ -483,10 +483,11 @@ class StreamRequests:
     def _postpone(self, stream: PartitionStream, error: StatusError) -> None:
         """The server cannot do it now: ask again later, and after a while for a newer map, too."""
         self.notes.append(Note("retry", stream.vb_id, f"{error.what}: retrying later"))
-        self._retry_later(stream)
         if self._extensions.from_replicas and stream.retry_ns >= PASS_OVER_NS:
             self._give_up(stream, b"")
-        elif stream.retry_ns >= MAP_AFTER_NS:
+            return
+        self._retry_later(stream)
+        if stream.retry_ns >= MAP_AFTER_NS:
             self.wants_map = True
 
     def _give_up(self, stream: PartitionStream, config: bytes) -> None:

@@ -173,8 +173,7 @@ class Progress:
             if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
                 raise StoreDamagedError(
                     f"partition {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} "
-                    "are "
-                    f"missing (history floor {part.history_floor}), so member {member} cannot "
+                    f"are missing (history floor {part.history_floor}), so member {member} cannot "
                     "continue; check the disk and restore a backup"
                 )
             self.next = last_seqno + 1
@@ -208,8 +207,7 @@ def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> Sn
     if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
         raise ReplicationError(
             f"partition {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} "
-            f"to {end} "
-            f"with purge seqno {position.snapshot_purge}"
+            f"to {end} with purge seqno {position.snapshot_purge}"
         )
     return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clients import CheckpointFile, Consumer, Deletion, Mutation, Rollback
+from clients.address import parse_address
+from clients.backup.archives.archive import create_archive
+from clients.backup.run import Backup
 from clients.errors import UnsupportedError
+from clients.spark.fetch import fetch
+from clients.spark.plan import PlanStep
+from dcp.session.streams import DcpCommands
+from dcp.wire.frame import Frame
 from support.cluster_here import ClusterHere
+from support.server import ctl
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 
@@ -118,6 +127,51 @@ async def test_positions_are_those_of_masters_and_rollbacks_too(tmp_path: Path) 
             await until_so(lambda: seen.rollbacks or following.done())
             assert [each.server_seqno for each in seen.rollbacks] == [high - 2]
             following.cancel()
+
+
+async def test_backups_spark_and_watch_read_copies(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.of_three()
+        wanted = await write(cluster, b"first")
+        n1 = cluster.nodes["n1"]
+        address = parse_address(f"127.0.0.1:{n1.ports.kv}")
+        served: set[VbState] = set()
+        asked = DcpCommands._answer_stream
+
+        def noted(commands: DcpCommands, request: Frame, *more: Any) -> None:
+            served.add(commands._state.engine.partitions[request.vb_id].state)
+            asked(commands, request, *more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DcpCommands, "_answer_stream", noted)
+            archive = create_archive(str(tmp_path / "archive"), 1)
+            for changes in (KEYS, 0):
+                report = await Backup(archive, address, from_replicas=True).run()
+                assert report.record.changes == changes
+            assert served == {VbState.REPLICA}
+
+            served.clear()
+            ran = await ctl(n1.ports.kv, "watch", "--until-now", "--from-replicas", "-o", "json")
+            assert ran.out.count('"value":"first') == KEYS, ran
+            assert served == {VbState.REPLICA}
+
+            served.clear()
+            steps = [
+                PlanStep(part.vb_id, 0, (), part.high_seqno, tuple(part.failover.pairs()))
+                for node in cluster.nodes.values()
+                for part in node.engine.partitions
+                if part.state == VbState.ACTIVE and part.high_seqno
+            ]
+            keys = await asyncio.to_thread(
+                lambda: [
+                    key
+                    for arrived in fetch((address,), steps, from_replicas=True)
+                    if arrived.changes is not None
+                    for key in arrived.changes.keys.to_pylist()
+                ]
+            )
+            assert sorted(keys) == sorted(wanted)
+            assert served == {VbState.REPLICA}
 
 
 async def test_with_one_copy_it_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -24,11 +25,14 @@ from clients.conformance.check import (
     FIRST,
     NOT_APPLICABLE,
     PASS,
+    UNREADABLE,
+    Run,
     Target,
     chosen,
+    judge,
     judge_all,
 )
-from clients.conformance.packet import Packet
+from clients.conformance.packet import MalformedError, Packet
 from clients.testing import DcpServer
 
 Lie = Callable[[list[Packet]], list[Packet]]
@@ -78,14 +82,19 @@ class Liar:
 
 def _pump(source: socket.socket, target: socket.socket, alter: Lie) -> None:
     """Pass packets on until one side ends."""
+    target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = bytearray()
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             buffer += data
             packets = []
-            while (taken := p.take(buffer)) is not None:
-                packets.append(taken[0])
-                del buffer[: taken[1]]
+            try:
+                while (taken := p.take(buffer)) is not None:
+                    packets.append(taken[0])
+                    del buffer[: taken[1]]
+            except MalformedError:  # what a check sends on purpose is passed on as it is
+                target.sendall(buffer)
+                buffer.clear()
             target.sendall(b"".join(map(p.pack, alter(packets))))
         target.shutdown(socket.SHUT_WR)
 
@@ -226,6 +235,19 @@ LIES: dict[str, tuple[str, Lie, str]] = {
         ),
         "a system event came",
     ),
+    "expirations as deletions": (
+        "expirations.opcode",
+        _each(p.EXPIRATION, lambda one: one._replace(opcode=p.DELETION)),
+        "it is DELETION",
+    ),
+    "NOOPs with a value": (
+        "noop.comes", _each(p.DCP_NOOP, lambda one: one._replace(value=b"v")), "has a value"
+    ),
+    "a filter that is ignored": (
+        "value.both-filters",
+        _each(p.DCP_STREAM_REQ, _status(p.EINVAL, p.OK), requests=False),
+        "is answered OK, not EINVAL",
+    ),
     "a value with another byte": (
         "mutations.large-value",
         _each(p.MUTATION, lambda one: one._replace(value=b"x" + one.value[1:])),
@@ -273,6 +295,50 @@ def test_a_check_names_what_a_server_does_not_hear(dcpd: DcpServer, lie: str) ->
 def test_an_honest_server_passes_through_the_same_proxy(dcpd: DcpServer, check: str) -> None:
     found = _judged(_listen(Liar(dcpd, _plain, _plain).talk), check)
     assert found[check][0] == PASS, found[check]
+
+
+SPOILED: dict[str, Callable[[random.Random, Packet], Packet]] = {
+    "no value": lambda _, one: one._replace(value=b""),
+    "another value": lambda dice, one: one._replace(value=dice.randbytes(len(one.value))),
+    "JSON of another kind": lambda _, one: one._replace(
+        value=b'{"scopes":3,"errors":[1],"version":null,"uid":[]}' if one.value else b""
+    ),
+    "no extras": lambda _, one: one._replace(extras=b""),
+    "no key": lambda _, one: one._replace(key=b""),
+    "another status": lambda dice, one: one if one.is_request else one._replace(
+        field=dice.choice([0, 1, 4, 0x22, 0x23, 0x81])
+    ),
+    "framing": lambda dice, one: one._replace(
+        magic=p.FLEX_REQUEST if one.is_request else p.FLEX_RESPONSE, framing=dice.randbytes(3)
+    ),
+}  # fmt: skip
+KEPT = frozenset({p.HELLO, p.SASL_AUTH, p.SELECT_BUCKET, p.GET_ALL_VB_SEQNOS})
+"""What is not spoiled, so that the checks are reached."""
+SLOW = frozenset({"noop", "expirations", "flow"})
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_whatever_a_server_sends_a_check_says_what_is_wrong(dcpd: DcpServer, how: str) -> None:
+    """Each check ends with a verdict of its own, not with an error of Python."""
+    dice = random.Random(how)
+
+    def spoil(packets: list[Packet]) -> list[Packet]:
+        return [one if one.opcode in KEPT else SPOILED[how](dice, one) for one in packets]
+
+    names = ",".join(dict.fromkeys(e.group for e in CHECKS.values() if e.group not in SLOW))
+    found = _judged(_listen(Liar(dcpd, spoil, _plain).talk), names, timeout_s=0.05)
+    assert any(each[0] == FAIL for each in found.values())
+    odd = {check: each[1] for check, each in found.items() if each[1].startswith(UNREADABLE)}
+    assert odd == {}
+
+
+def test_an_error_of_a_check_is_a_verdict_too(dcpd: DcpServer) -> None:
+    def does(_run: Run) -> None:
+        raise IndexError("no such message")
+
+    one = CHECKS[FIRST]._replace(does=does)
+    result = judge(one, Target("127.0.0.1", dcpd.port), 0)
+    assert (result.outcome, UNREADABLE in result.reason) == (FAIL, True)
 
 
 def _silent(connection: socket.socket) -> None:

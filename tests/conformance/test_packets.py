@@ -23,7 +23,10 @@ def test_a_packet_is_read_as_it_was_written(
     magic: int, opcode: int, field: int, opaque: int, cas: int,
     framing: bytes, extras: bytes, key: bytes, value: bytes,
 ) -> None:  # fmt: skip
-    framing = framing if magic in {p.FLEX_REQUEST, p.FLEX_RESPONSE} else b""
+    is_flex = magic in {p.FLEX_REQUEST, p.FLEX_RESPONSE}
+    # A frame info of 15 bytes or more has its length in the byte after.
+    info = framing.ljust(15, b"f")
+    framing = bytes([0x1F, len(info) - 15]) + info if is_flex else b""
     packet = Packet(magic, opcode, field, opaque, cas, 1, framing, extras, key, value)
     data = pack(packet)
     assert take(data + b"more") == (packet, packet.size)
@@ -70,7 +73,11 @@ def test_a_stream_id_is_read_and_one_that_is_cut_off_is_refused() -> None:
     assert flex.stream_id == 71
     assert Packet(p.REQUEST, p.MARKER, 0, 1).stream_id is None
     with pytest.raises(MalformedError, match="cut off"):
-        _ = flex._replace(framing=b"\x22\x00").stream_id
+        take(pack(flex._replace(framing=b"\x22\x00")))
+
+
+def test_frame_infos_with_escapes_are_read() -> None:
+    assert p.frame_infos(b"\xf0\x05\x1f\x01" + bytes(16)) == {20: b"", 1: bytes(16)}
 
 
 def test_packets_are_shown_decoded() -> None:

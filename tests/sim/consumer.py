@@ -109,7 +109,11 @@ class ConsumerLink:
         consumer = self._consumer
         self.core = core = ConsumerCore(
             consumer.name.encode(),
-            ConsumerOptions(buffer_bytes=consumer.buffer_bytes, noop_interval_s=NOOP_INTERVAL_S),
+            ConsumerOptions(
+                buffer_bytes=consumer.buffer_bytes,
+                noop_interval_s=NOOP_INTERVAL_S,
+                from_replicas=bool(consumer.plan.from_replicas),
+            ),
             has_collections=handshake.has_collections,
             collections=() if consumer.plan.collection_keys else DEFAULT_ONLY,
             node=self.node,

@@ -69,8 +69,11 @@ class InSyncWatch:
         partitions: int,
         record_of: Callable[[int], ReplicationRecord],
         node_of: Callable[[str], str],
+        *,
+        reads_copies: bool = False,
     ) -> None:
         self._world = world
+        self._reads_copies = reads_copies
         self._facts = facts
         self._partitions = partitions
         self._record_of = record_of
@@ -201,7 +204,10 @@ class InSyncWatch:
                 continue
             for vb_id, connection in node.open_streams():
                 epoch, master, since_ns = self._masters.get(vb_id, (0, "", 0))
-                own_epoch = node.engine.partitions[vb_id].leader_epoch
+                part = node.engine.partitions[vb_id]
+                own_epoch = part.leader_epoch
+                if self._reads_copies and part.state == VbState.REPLICA:
+                    continue  # whoever reads from copies may wait for one that is cut off
                 if master != machine.name and epoch > own_epoch:
                     facts.kept.append(
                         Kept(now_ns, machine.name, vb_id, connection, master, since_ns)

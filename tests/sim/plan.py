@@ -144,6 +144,8 @@ class Plan(NamedTuple):
     """Their keys in the default collection."""
     collection_keys: tuple[bytes, ...] = ()
     """Their keys in each other collection."""
+    from_replicas: int = 0
+    """1:  consumers read from copies that are not masters, where they can."""
     late_consumers: int = 0
     """Consumers that begin at 0 when load and faults are over."""
     lag_ns: int = 1000 * MS

@@ -72,6 +72,10 @@ def _member_put(member: str, name: str) -> Put:
     return Put(KEYS.of_member(KeyKind.MEMBER, member), encode_record(record))
 
 
+MASTER_ONE_OF = 8
+"""How often a consumer that reads from copies looks at the master first."""
+
+
 class MapRouting:
     """Knows the newest map that any node has told; without one, it tries nodes in turn."""
 
@@ -115,6 +119,18 @@ class MapRouting:
             self._masters[vb_id] = None
 
 
+class CopyRouting(MapRouting):
+    """Sends most partitions to nodes that are not their masters."""
+
+    def node_of(self, vb_id: int) -> str | None:
+        """See Routing."""
+        master = super().node_of(vb_id)
+        others = [name for name in self._nodes if name != master]
+        if not others or not self._world.below(MASTER_ONE_OF):
+            return master
+        return others[self._world.below(len(others))]
+
+
 class ReplicatedNodes:
     """See the module. Also what only a cluster can suffer (`Controls`)."""
 
@@ -131,6 +147,7 @@ class ReplicatedNodes:
         self._watch = InSyncWatch(
             setting.world, setting.facts, setting.plan.partitions,
             self._records.newest, lambda member: member.rpartition("-")[0],
+            reads_copies=bool(setting.plan.from_replicas),
         )  # fmt: skip
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
         self._members = {name: f"{name}-1" for name in self._names}
@@ -235,7 +252,8 @@ class ReplicatedNodes:
 
     def routing(self) -> Routing:
         """See Cluster."""
-        return MapRouting(self._world, self._names)
+        kind = CopyRouting if self._setting.plan.from_replicas else MapRouting
+        return kind(self._world, self._names)
 
     def begin(self) -> None:
         """Write the records of members and partitions, as the making of a cluster does."""

@@ -345,8 +345,7 @@ class Keyspace:
                 if prev_seqno > part.purge_seqno and not self.manifest.is_gone(collection_of(key)):
                     raise StoreDamagedError(
                         f"partition {part.vb_id}: a rollback needs seqno {prev_seqno} of key "
-                        f"{key!r}, "
-                        "which the store does not have; restore a backup"
+                        f"{key!r}, which the store does not have; restore a backup"
                     )
                 entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry
@@ -530,8 +529,7 @@ class Keyspace:
         self.partitions[vb_id].hold_writes(
             Hold.QUARANTINE,
             f"partition {vb_id} is in quarantine, because its stored data is damaged: {why}. It "
-            "takes "
-            "writes again after a branch at 0, which empties it; restore a backup then",
+            "takes writes again after a branch at 0, which empties it; restore a backup then",
         )
 
     def drop_frozen(self, first_vb: int, last_vb: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, Verbs, help_text, with_outputs
+from clients.cli.node.consumer_command import consumer
 from clients.cli.output import write_json
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ DCPD_HOOKS: Final = {
 @click.group(
     cls=Verbs,
     help=help_text(
-        "Judge a server of DCP by the protocol's public documents.",
+        "Judge a server of DCP by the protocol's public documents, or a consumer by what it has"
+        " after difficult scenarios.",
         "dcpctl conformance server 10.0.0.5:11210 --user ada",
         "dcpctl conformance server --dcpd",
+        "dcpctl conformance consumer -- python my_consumer.py",
     ),
 )
 def conformance() -> None:
@@ -152,3 +155,6 @@ def _target_of(
         address.host, address.port, address.user, address.password, bucket or address.bucket,
         target.timeout_s, hooks, tls, environment,
     )  # fmt: skip
+
+
+conformance.add_command(consumer)

@@ -98,7 +98,9 @@ def manifest(run: Run) -> None:
     answer = need_status(run.kv(COLLECTIONS).ask(p.GET_MANIFEST), may_refuse=True)
     document = answer.document()
     need(isinstance(document, dict) and "uid" in document, "there is no uid")
-    names = [each.get("name") for each in document.get("scopes", []) if isinstance(each, dict)]
+    scopes = document.get("scopes")
+    need(isinstance(scopes, list), "there are no scopes")
+    names = [each.get("name") for each in scopes if isinstance(each, dict)]
     need("_default" in names, f"the scopes are {names}")
 
 

@@ -269,8 +269,7 @@ def _expired(run: Run) -> int:
 
 
 def _end_of(run: Run, wire: Wire, seqno: int) -> Packet:
-    stream = run.opened(wire, seqno, uuid=run.high(run.kv())[0])
-    del stream
+    run.opened(wire, seqno, uuid=run.high(run.kv())[0])
     got = wire.messages(lambda each: each.opcode in {p.DELETION, p.EXPIRATION})
     return got[-1]
 

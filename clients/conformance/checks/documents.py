@@ -459,6 +459,7 @@ def log_oldest(run: Run) -> None:
     """No entry is above the partition's high seqno."""
     _, seqno = run.high(run.kv())
     newest = _log(run, p.DCP_FAILOVER_LOG)[:1]
+    need(bool(newest), "the log is empty")
     need(newest[0][1] <= seqno, f"the newest entry is {newest}, the high seqno {seqno}")
 
 

@@ -178,7 +178,9 @@ def _last_of(run: Run, before: Written) -> Packet:
     """Return the last change of the check's key, which comes after another one."""
     wire = run.dcp()
     got = ended(wire, after(run, wire, before, run.write(run.kv(), run.key(99))))
-    return [each for each in got if each.opcode in CHANGES and each.key == run.key()][-1]
+    mine = [each for each in got if each.opcode in CHANGES and each.key == run.key()]
+    need(bool(mine), f"no change of {p.shown(run.key())} comes")
+    return mine[-1]
 
 
 @check(

@@ -168,6 +168,7 @@ class _Branched:
         self.at = self.kept[-1].seqno
         run.hook("branch", seqno=self.at)
         self.log = failover_log(need_status(run.dcp().ask(p.DCP_FAILOVER_LOG, run.vb)))
+        need(bool(self.log), "the failover log is empty")
 
     def ask(self, start: int, uuid: int, snapshot: tuple[int, int] | None = None) -> Packet:
         """Return the answer to a stream request."""

@@ -281,7 +281,8 @@ def disk_only(run: Run) -> None:
     got = run.complete(wire, flags=0x02, end=SEQNO_MAX)
     markers = [each.unpack("QQI") for each in got if each.opcode == p.MARKER]
     need(all(kind & 0x02 for _, _, kind in markers), f"a marker is not of the disk: {markers}")
-    need(len(tokens) > 0, "no changes")
+    last = max((end for _, end, _ in markers), default=0)
+    need(last >= tokens[-1].seqno, f"it ends at {last} of {tokens[-1].seqno}")
 
 
 @check(

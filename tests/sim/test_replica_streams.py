@@ -1,0 +1,35 @@
+"""Consumers that read from copies, while nodes die: all of it, once, and nothing uncommitted.
+
+What a consumer sees is checked as everywhere: the stream validator, `uncommitted`, and its map at
+rest (tests/sim/checkers/streams.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dcp.session.streams import DcpCommands
+from sim.run import Options, replay_command, run_seed
+from vbucket.engine.partition import VbState
+
+SEEDS = 16
+OPTIONS = Options(nodes=3, changes=(("from_replicas", "1"),))
+
+
+def test_consumers_of_copies_miss_nothing_and_see_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: Counter[VbState] = Counter()
+    answer = DcpCommands._answer_stream
+
+    def noted(commands, request, asked, part, producer):  # type: ignore[no-untyped-def]
+        answer(commands, request, asked, part, producer)
+        served[part.state] += 1
+
+    monkeypatch.setattr(DcpCommands, "_answer_stream", noted)
+    for seed in range(SEEDS):
+        report = run_seed(seed, OPTIONS)
+        assert report.violations == [], replay_command(seed, OPTIONS)
+    assert served[VbState.REPLICA] > served[VbState.ACTIVE] > 0
