@@ -25,6 +25,8 @@ from clients.errors import ConnectError, DcpdError
 
 PATH: Final = "/api/v1/backups"
 TEXT_CHARS_MAX: Final = 300
+REPORT_TIMEOUT_S: Final = 3.0
+"""A node that does not answer delays a backup by this at most, at its begin and at its end."""
 _COLUMNS: Final = (
     ("started", "started"), ("ended", "ended"), ("kind", "what"), ("result", "result"),
     ("archive", "archive"), ("run", "run"), ("partitions", "partitions"), ("changes", "changes"),
@@ -41,7 +43,7 @@ class Reporting:
     """One run or check: what is sent when it begins, and again when it ends."""
 
     def __init__(self, target: Target, kind: str, archive: Archive) -> None:
-        self._target = target
+        self._target = target._replace(timeout_s=min(target.timeout_s, REPORT_TIMEOUT_S))
         self._report: dict[str, Any] = {
             "id": secrets.token_hex(8), "kind": kind, "archive_id": archive.record.archive_id,
             "archive": _without_login(archive.url)[:TEXT_CHARS_MAX],

@@ -18,7 +18,7 @@ def text_of(result: Result) -> Iterator[str]:
     """Yield the lines of a result; a failure shows its sentence and its exchange."""
     one = result.check
     said = f" ({result.reason})" if result.reason and result.outcome != FAIL else ""
-    yield f"{result.outcome:<8}{one.id:<32}{one.title}{said}"
+    yield f"{result.outcome:<8}{one.id:<32} {one.title}{said}"
     if result.outcome != FAIL:
         return
     yield f'        "{one.sentence}" ({one.page})'

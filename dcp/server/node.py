@@ -52,7 +52,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
-from dcp.server.operate.backup_receipts import Backups
+from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.live_parts import LiveParts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ CHANGES = {
 }  # fmt: skip
 
 
-def test_every_live_setting_reaches_its_part(tmp_path: Path) -> None:
+def test_every_live_setting_reaches_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def go() -> None:
         async with node_here(tmp_path, {}) as node:
             assert node.live.keys == list(CHANGES)
@@ -39,6 +42,10 @@ def test_every_live_setting_reaches_its_part(tmp_path: Path) -> None:
             assert node.engine.keyspace.memtable_bytes_max == 5 << 20
             assert node.meter.slow.slow_s == 0.005
             assert node._backpressure.wait_s == 4
+            monkeypatch.setattr(resource, "getrlimit", lambda _which: (1000, 1000))
+            with pytest.raises(ValueError, match="at most 680: the process may have 1000 files"):
+                node.live.change("connections_max", "900")
+            assert connections.newcomers.connections_max == 50
 
     asyncio.run(go())
 

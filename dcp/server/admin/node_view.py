@@ -13,7 +13,7 @@ from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
-from dcp.server.operate.backup_receipts import Backups
+from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations

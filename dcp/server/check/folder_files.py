@@ -36,7 +36,7 @@ from dcp.server.cluster.receipt_files import (
     read_election,
 )
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
-from dcp.server.operate.backup_receipts import BACKUPS_FILE, read_backups
+from dcp.server.operate.backup_reports import BACKUPS_FILE, read_backups
 from dcp.server.storage.folder import (
     CLUSTER_FILE,
     LOCK_NAME,

@@ -1,4 +1,4 @@
-"""What is known of backups (dcp.server.operate.backup_receipts).
+"""What is known of backups (dcp.server.operate.backup_reports).
 
 GET  /api/v1/backups    runs and checks, the newest first
 POST /api/v1/backups    a run or a check began or ended; `dcpctl backup` sends it
@@ -10,11 +10,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, peer_of, read_body
-from dcp.server.operate.backup_receipts import (
-    BackupReceipt,
-    BackupReceipts,
+from dcp.server.operate.backup_reports import (
     BackupReport,
     Backups,
+    KeptReport,
+    KeptReports,
 )
 from dcp.session.access.rights import Role
 
@@ -29,7 +29,7 @@ def routes(backups: Backups) -> list[RouteSpec]:
     """Return the routes."""
 
     async def table(_request: Request) -> Response:
-        return json_answer(backups.receipts())
+        return json_answer(backups.reports())
 
     async def keep(request: Request) -> Response:
         report = await read_body(request, BackupReport)
@@ -53,12 +53,12 @@ def routes(backups: Backups) -> list[RouteSpec]:
 
     return [
         RouteSpec(
-            "GET", PATH, table, role=Role.ADMIN, answer=BackupReceipts,
+            "GET", PATH, table, role=Role.ADMIN, answer=KeptReports,
             summary="List the runs of backups and the checks that this node was told of, the"
             " newest first.",
         ),
         RouteSpec(
-            "POST", PATH, keep, role=Role.STREAM, body=BackupReport, answer=BackupReceipt,
+            "POST", PATH, keep, role=Role.STREAM, body=BackupReport, answer=KeptReport,
             summary="Say that a run of a backup, or a check of its archive, began or ended.",
         ),
     ]  # fmt: skip

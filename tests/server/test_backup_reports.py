@@ -11,8 +11,8 @@ import pytest
 
 from dcp.server.check.folder_files import check_files
 from dcp.server.observe.event_log import EventLog
-from dcp.server.operate import backup_receipts
-from dcp.server.operate.backup_receipts import BACKUPS_FILE, BackupReport, Backups
+from dcp.server.operate import backup_reports
+from dcp.server.operate.backup_reports import BACKUPS_FILE, BackupReport, Backups
 
 
 def report(number: int, **fields: Any) -> BackupReport:
@@ -31,7 +31,7 @@ def keep(backups: Backups, *reports: BackupReport) -> list[bool]:
 
 
 def ids(backups: Backups) -> list[str]:
-    return [each.report.id for each in backups.receipts().backups]
+    return [each.report.id for each in backups.reports().backups]
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def log() -> EventLog:
 def test_the_newest_are_kept_over_a_restart(
     tmp_path: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backup_receipts, "RECEIPTS_MAX", 3)
+    monkeypatch.setattr(backup_reports, "REPORTS_MAX", 3)
     backups = Backups(tmp_path, log)
     assert keep(backups, *(report(number) for number in (1, 4, 2, 3)))
     keep(backups, report(4, result="failed", why="the disk is full"))
     assert ids(backups) == ["id4", "id3", "id2"]
-    again = Backups(tmp_path, log).receipts().backups
+    again = Backups(tmp_path, log).reports().backups
     assert (again[0].user, again[0].report.why) == ("ann", "the disk is full")
     assert list(check_files(tmp_path)) == []
 
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_leaves_the_list_as_it_was(
 
     backups = Backups(tmp_path, log)
     keep(backups, report(1))
-    monkeypatch.setattr(backup_receipts, "replace_file", full)
+    monkeypatch.setattr(backup_reports, "replace_file", full)
     with pytest.raises(OSError, match="No space"):
         keep(backups, report(2))
     assert ids(backups) == ["id1"]

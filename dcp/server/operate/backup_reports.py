@@ -5,7 +5,7 @@ begins and how it ended (`POST /api/v1/backups`), to every node that it reaches.
 what it was told in a file of its data folder, for the console and `dcpctl backup list`.
 
 Invariants
-- at most RECEIPTS_MAX receipts are kept, the newest ones; texts are cut, so the file stays small;
+- at most REPORTS_MAX reports are kept, the newest ones; texts are cut, so the file stays small;
 - a check is kept only beside a run of the same archive: others are of another server.
 A lost or damaged file costs the list, and nothing else: the archive has its own runs.
 """
@@ -24,7 +24,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.reports import Count, UnixTime
 
 BACKUPS_FILE: Final = "backups.json"
-RECEIPTS_MAX: Final = 200
+REPORTS_MAX: Final = 200
 """Half a year of daily runs: 100 KB."""
 TEXT_CHARS_MAX: Final = 300
 RESULTS: Final = ("running", "done", "failed", "damaged")
@@ -53,7 +53,7 @@ class BackupReport(msgspec.Struct, forbid_unknown_fields=True):
     rollbacks: Annotated[Count, Meta(description="Partitions whose history had branched.")] = 0
 
 
-class BackupReceipt(msgspec.Struct):
+class KeptReport(msgspec.Struct):
     """A report, and who made it."""
 
     user: str
@@ -61,10 +61,10 @@ class BackupReceipt(msgspec.Struct):
     report: BackupReport
 
 
-class BackupReceipts(msgspec.Struct):
+class KeptReports(msgspec.Struct):
     """The newest first."""
 
-    backups: list[BackupReceipt]
+    backups: list[KeptReport]
 
 
 class Backups:
@@ -81,11 +81,11 @@ class Backups:
             log.warning("list of backups lost", file=str(self._path), reason=str(error))
             self._kept = []
 
-    def receipts(self) -> BackupReceipts:
+    def reports(self) -> KeptReports:
         """Return what is kept."""
-        return BackupReceipts(self._kept)
+        return KeptReports(self._kept)
 
-    async def keep(self, user: str, peer: str, report: BackupReport) -> BackupReceipt | None:
+    async def keep(self, user: str, peer: str, report: BackupReport) -> KeptReport | None:
         """Keep a report durably; None: it is a check of an archive of which no run is known.
 
         Raises OSError; then the list is as it was.
@@ -95,15 +95,15 @@ class Backups:
             known = {each.report.archive_id for each in others if each.report.kind == "run"}
             if report.kind == "verify" and report.archive_id not in known:
                 return None
-            receipt = BackupReceipt(user, peer, report)
-            kept = sorted([receipt, *others], key=lambda each: each.report.started_s, reverse=True)
-            kept = kept[:RECEIPTS_MAX]
-            content = msgspec.json.encode(BackupReceipts(kept)) + b"\n"
+            fresh = KeptReport(user, peer, report)
+            kept = sorted([fresh, *others], key=lambda each: each.report.started_s, reverse=True)
+            kept = kept[:REPORTS_MAX]
+            content = msgspec.json.encode(KeptReports(kept)) + b"\n"
             await asyncio.to_thread(replace_file, self._path, content)
             self._kept = kept
-        return receipt
+        return fresh
 
 
-def read_backups(data_dir: Path) -> BackupReceipts:
+def read_backups(data_dir: Path) -> KeptReports:
     """Return what the file of a data folder holds. Raises OSError, msgspec.MsgspecError."""
-    return msgspec.json.decode((data_dir / BACKUPS_FILE).read_bytes(), type=BackupReceipts)
+    return msgspec.json.decode((data_dir / BACKUPS_FILE).read_bytes(), type=KeptReports)
