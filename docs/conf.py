@@ -34,7 +34,7 @@ CONTENTS: Final = {
     ),
     "Write a connector": (
         "howto/write-a-connector", "streams", "byte-traces", "collections", "subdocuments",
-        "compatibility",
+        "compatibility", "conformance", "conformance-checks", "conformance-scenarios",
     ),
     "Concepts": (
         "concepts/partition", "concepts/seqno", "concepts/snapshot", "concepts/version-and-branch",

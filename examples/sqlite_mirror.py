@@ -18,6 +18,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 from dcpd import (
     Consumer,
@@ -103,9 +104,9 @@ def show(db: sqlite3.Connection, path: str) -> None:
     """Write all documents to a file, for `dcpctl conformance consumer`."""
     rows = db.execute("SELECT key, value FROM documents")
     documents = {key.decode(): value.decode() for key, value in rows}
-    with open(f"{path}.new", "w") as file:
-        json.dump(documents, file)
-    os.replace(f"{path}.new", path)
+    new = Path(f"{path}.new")
+    new.write_text(json.dumps(documents))
+    new.replace(path)
 
 
 async def main(server: str, path: str, *, until_now: bool) -> None:

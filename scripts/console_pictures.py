@@ -1,5 +1,6 @@
 """Takes the pictures of the web console in docs/, from live servers with some traffic: one alone,
-and three in a cluster, of which one is killed.
+and three in a cluster, of which one is killed. It also writes sheets with every page of each of
+these, in light and dark, 1280 and 390 wide: docs/console-sheet-*.png.
 
 Usage: .venv/bin/python scripts/console_pictures.py    (Debian's chromium, the packages of [test])
 """
@@ -7,6 +8,7 @@ Usage: .venv/bin/python scripts/console_pictures.py    (Debian's chromium, the p
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +28,9 @@ from support.waiting import until  # noqa: E402
 COLOURS = 64
 """Enough for a page, and a third of the bytes."""
 TRAFFIC_S = 40
+SHEET_COLOURS = 24
+SCALES = {1280: 3, 390: 2}
+"""Width -> how much smaller a page is on a sheet."""
 
 
 def take(page: Page, name: str) -> None:
@@ -33,6 +38,38 @@ def take(page: Page, name: str) -> None:
     with Image.open(io.BytesIO(page.screenshot())) as picture:
         reduced = picture.convert("RGB").quantize(COLOURS)
         reduced.save(ROOT / "docs" / f"console-{name}.png", optimize=True)
+
+
+def sheets(browser: Browser, url: str, state: str) -> None:
+    """Write docs/console-sheet-STATE-COLOUR-WIDTH.png: all pages, side by side."""
+    for scheme in ("light", "dark"):
+        page = look(browser, url, scheme, 1280)
+        shots: dict[int, list[Image.Image]] = {width: [] for width in SCALES}
+        for title in page.get_by_role("navigation").get_by_role("link").all_inner_texts():
+            go(page, title)
+            page.locator("main > .loading").wait_for(state="detached")
+            page.wait_for_timeout(2_500)  # the next sample
+            for width, scale in SCALES.items():
+                page.set_viewport_size({"width": width, "height": 860})
+                page.wait_for_timeout(300)
+                with Image.open(io.BytesIO(page.screenshot())) as picture:
+                    shots[width].append(picture.convert("RGB").reduce(scale))
+            page.set_viewport_size({"width": 1280, "height": 860})
+        for width, pictures in shots.items():
+            sheet_of(pictures, 4 if width > 1000 else 6).save(
+                ROOT / "docs" / f"console-sheet-{state}-{scheme}-{width}.png", optimize=True
+            )
+        page.close()
+
+
+def sheet_of(pictures: list[Image.Image], columns: int) -> Image.Image:
+    """Return one picture with others in rows."""
+    width, height = pictures[0].size
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * (width + 8), rows * (height + 8)), (128, 128, 128))
+    for number, picture in enumerate(pictures):
+        sheet.paste(picture, (number % columns * (width + 8), number // columns * (height + 8)))
+    return sheet.quantize(SHEET_COLOURS)
 
 
 def write(server: DcpServer, stop: threading.Event) -> None:
@@ -92,6 +129,10 @@ def of_one_node(browser: Browser, server: DcpServer) -> None:
     page.get_by_text("Rule 1 is set.").wait_for()
     take(page, "bench")
     server.clear_faults()
+    go(page, "Backups")
+    page.get_by_role("table", name="Backups, the newest first").wait_for()
+    take(page, "backups")
+    sheets(browser, server.admin_url, "one")
     page = look(browser, server.admin_url, "dark", 1280)
     go(page, "Consumers")
     page.locator(".consumer .state.live").first.wait_for()
@@ -133,12 +174,14 @@ def of_three_nodes(browser: Browser, folder: Path) -> None:
                 go(page, "Cluster")
             pages["cluster"].wait_for_timeout(8_000)
             take(pages["cluster"], "cluster")
+            sheets(browser, url, "three")
             cluster.nodes["c"].kill()
             pages["cluster"].locator(".nodes tr.row-bad").wait_for()
             pages["cluster"].get_by_role("radio", name="Copies in sync").check(force=True)
             pages["cluster"].wait_for_timeout(8_000)
             take(pages["cluster"], "cluster-dead")
             take(pages["cluster-phone"], "cluster-phone")
+            sheets(browser, url, "dead")
         finally:
             stop.set()
             writer.join()
@@ -162,6 +205,10 @@ def main() -> None:
         server.failover(92, lose=1)
         writer = threading.Thread(target=write, args=(server, stop))
         writer.start()
+        with TemporaryDirectory() as folder:
+            for act in ("run", "run", "verify"):
+                ctl = [sys.executable, "-m", "clients.cli", "--server", server.address, "backup"]
+                subprocess.run([*ctl, act, "--archive", f"{folder}/nightly"], cwd=ROOT, check=True)
         try:
             with (
                 Following(server.address, "cache-invalidation"),

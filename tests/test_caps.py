@@ -50,12 +50,18 @@ FEATURES: Final[dict[str, Feature]] = {
     "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
     "dcpctl status on one screen, dcpctl top": Feature(5, 573),
-    "dcpctl bench": Feature(4, 570),
+    "dcpctl bench, also at a rate": Feature(4, 655),
     "dcpctl logs, dcpctl config": Feature(2, 265),
     "console: cluster, live changes, documents by key, sessions, log": Feature(5, 1200),
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
     "spans for OpenTelemetry": Feature(1, 230),
     "import dcpd": Feature(5, 80),
+    "dcpctl conformance consumer": Feature(13, 2565),
+    "dcpctl conformance server": Feature(18, 5707),
+    "backups in the console and in dcpctl backup list": Feature(3, 327),
+    "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),
+    "documents as of a moment": Feature(1, 111),
+    "settings that change while the server runs": Feature(2, 160),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

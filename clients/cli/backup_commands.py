@@ -5,7 +5,8 @@ JSON (`-o json`), one object per command or line, `"v": 1`:
     run      result, run, changes, raw_bytes, stored_bytes, wire_bytes, rollbacks, seconds, resumed,
              history, other_server
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
-             rollbacks
+             rollbacks; without --archive: started, ended, kind, result, archive, run,
+             partitions, changes, raw_bytes, stored_bytes, user, host, why
     info     archive, runs, changes, bytes, oldest and newest run, broken; --run N: its partitions
     verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken,
              unused
@@ -29,6 +30,7 @@ from clients.backup.archives.archive import Archive, create_archive, open_archiv
 from clients.backup.archives.archive_errors import PointError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import time_text
+from clients.cli.backup_reports import facts_of, reported, show_reports
 from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, Verbs, help_text, with_target
 from clients.cli.node.figures import size_text
 from clients.cli.output import write_json, write_raw
@@ -86,7 +88,7 @@ def run_(
     from clients.backup.run import Backup, BackupProgress, RunReport
 
     archive = create_archive(url, time.time_ns())
-    with run_bar() as update:
+    with reported(target, "run", archive) as reporting, run_bar() as update:
 
         def on_progress(progress: BackupProgress) -> None:
             update(progress.seqnos_done, progress.seqnos_wanted, progress.wire_bytes)
@@ -103,8 +105,9 @@ def run_(
             reports.append(await work.run())
 
         asyncio.run(go())
-    (report,) = reports
-    record: RunRecord = report.record
+        (report,) = reports
+        record: RunRecord = report.record
+        reporting.ended("done", **facts_of(record))
     if target.output_or("plain") == "json":
         write_json(
             {
@@ -120,7 +123,7 @@ def run_(
     rate = record.changes / report.seconds if report.seconds else 0
     sizes = f"{size_text(record.raw_bytes)} in {size_text(record.stored_bytes)}"
     took = f"{report.seconds:.1f} s ({rate:,.0f} changes/s)"
-    lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
+    lines = [f"run {record.run}: {_plural(record.changes, 'change')}, {sizes}, {took}"]
     if record.is_resumed:
         lines.append(f"resumed a killed run after {report.resumed_segments} segments")
     if record.is_other_server:
@@ -142,11 +145,25 @@ def run_(
     return EXIT_OK
 
 
-@backup.command("list", help=help_text("List the runs.", "dcpctl backup list --archive backups"))
-@ARCHIVE
+@backup.command(
+    "list",
+    help=help_text(
+        "List the runs of an archive. Without --archive: the runs and checks that the server was"
+        " told of, whatever archive they are of; it needs the role admin.",
+        "dcpctl backup list --archive backups",
+        "dcpctl backup list",
+    ),
+)
+@click.option(
+    "--archive", "url", metavar="URL", envvar="DCPCTL_ARCHIVE",
+    help="The archive: a folder, or any URL that fsspec supports [DCPCTL_ARCHIVE].",
+)  # fmt: skip
 @with_target
-def list_(*, target: Target, url: str) -> int:
-    """List the runs of an archive."""
+def list_(*, target: Target, url: str | None) -> int:
+    """List runs."""
+    if url is None:
+        show_reports(target)
+        return EXIT_OK
     runs, damages = open_archive(url).runs_and_damages()
     columns = [
         ("run", "run"), ("started", "started"), ("ended", "ended"), ("kind", "kind"),
@@ -221,8 +238,15 @@ def verify_(*, target: Target, url: str) -> int:
     """Check an archive."""
     from clients.backup.archives.archive_check import verify
 
-    with count_bar("verify") as update:
-        report = verify(open_archive(url), update)
+    archive = open_archive(url)
+    with reported(target, "verify", archive) as reporting, count_bar("verify") as update:
+        report = verify(archive, update)
+        counts = {"changes": report.changes, "stored_bytes": report.stored_bytes}
+        if report.is_sound:
+            reporting.ended("done", **counts)
+        else:
+            damages = len(report.damages) + len(report.broken)
+            reporting.ended("damaged", why=f"places with damage: {damages}", **counts)
     if target.output_or("plain") == "json":
         write_json(
             {
@@ -239,8 +263,9 @@ def verify_(*, target: Target, url: str) -> int:
         lines += [f"damaged: {damage}" for damage in report.damages]
         sound = "sound" if report.is_sound else "DAMAGED"
         lines.append(
-            f"{sound}: {report.runs} runs, {report.segments} segments, {report.chunks} chunks,"
-            f" {report.changes} changes, {size_text(report.stored_bytes)}"
+            f"{sound}: {_plural(report.runs, 'run')}, {_plural(report.segments, 'segment')},"
+            f" {_plural(report.chunks, 'chunk')}, {_plural(report.changes, 'change')},"
+            f" {size_text(report.stored_bytes)}"
         )
         write_raw("\n".join(lines).encode() + b"\n")
     return EXIT_OK if report.is_sound else EXIT_FAILED
@@ -332,6 +357,10 @@ def _show_run(target: Target, runs: list[RunRecord], run: int) -> None:
             whole = " ".join(f"{low}-{high}" if low != high else f"{low}" for low, high in ranges)
         rows.append((vb_id, leg.to_seqno, vb_uuid, len(leg.versions), whole))
     target.show_rows(columns, rows)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _kind(record: RunRecord) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar
@@ -100,6 +100,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "cluster": ("cluster.cluster_commands:cluster", "Create and operate a cluster of nodes."),
     "stream": ("changes.stream_commands:stream", "List, slow, stop and end streams of consumers."),
     "fault": ("partitions.fault_commands:fault", "Make requests fail, wait or disconnect."),
+    "conformance": (
+        "node.conformance_commands:conformance",
+        "Judge a server of DCP by the protocol's documents.",
+    ),
     "explain": ("changes.explain_command:explain_", "Explain a rollback."),
     "collection": (
         "documents.collection_commands:collection",
@@ -265,17 +269,25 @@ _SHARED: Final = (
     click.option("--tls-cert", metavar="FILE", hidden=True),
     click.option("--wait", "waits", is_flag=True, default=None, hidden=True),
     click.option("--no-headers", is_flag=True, default=None, hidden=True),
-    click.option(
-        "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
-        help="Output: table, plain, json (one object per line) or raw.",
-    ),
 )  # fmt: skip
+OUTPUTS: Final = ("table", "plain", "json", "raw")
 
 
 def with_target(command: _F) -> _F:
     """Add the shared options to a command. It gets them as one `target`."""
-    from functools import wraps
+    return with_outputs(*OUTPUTS)(command)
 
+
+def with_outputs(*outputs: str) -> Callable[[_F], _F]:
+    """Do the same for a command whose -o takes other outputs than OUTPUTS."""
+    listed = ", ".join(outputs[:-1]).replace("json", "json (one object per line)")
+    output = click.option(
+        "-o", "--output", type=click.Choice(outputs), help=f"Output: {listed} or {outputs[-1]}."
+    )
+    return partial(_with_options, output=output)
+
+
+def _with_options(command: _F, output: Callable[..., Any]) -> _F:
     @wraps(command)
     def run(**arguments: Any) -> Any:
         shared = {name: arguments.pop(name) for name in _SHARED_NAMES}
@@ -293,7 +305,7 @@ def with_target(command: _F) -> _F:
             wait_until_ready(target.address, target.timeout_s)
         return command(target=target, **arguments)
 
-    for option in reversed(_SHARED):
+    for option in reversed([*_SHARED, output]):
         run = option(run)
     return run  # type: ignore[return-value]  # click's options keep a function a function
 
@@ -411,6 +423,12 @@ def run(arguments: list[str] | None = None) -> int:
         # The reader closed our output, for example in `dcpctl watch | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
+    except OSError as error:
+        # A file that an option names, or our output, for example on a full disk.
+        what = f"{error.filename}: " if error.filename else "cannot write the output: "
+        click.echo(f"dcpctl: {what}{error.strerror}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered cannot be written, either
+        return EXIT_FAILED
     return result if isinstance(result, int) else EXIT_OK
 
 

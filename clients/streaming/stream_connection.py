@@ -15,7 +15,7 @@ Invariants
 - the `opaque` of a stream is that of its pending request or open stream, otherwise 0;
 - messages with an unknown opaque belong to a stream that ended, and are dropped;
 - the answer to a forgotten request has no effect;
-- bytes are acknowledged when half of the flow control window is used.
+- bytes are acknowledged when half of the flow control window is used, or after ACK_AFTER_NS.
 
 Time is an argument, in ns of any steady clock. So is randomness (`Setup.draw`).
 """
@@ -79,6 +79,8 @@ NAME_BYTES_MAX: Final = 200
 """Maximum length of the name in DCP_OPEN."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
+ACK_AFTER_NS: Final = 1_000_000_000
+"""Time after which processed bytes are acknowledged although the window has room."""
 FROM_REPLICAS: Final = b"x_from_replicas"
 """Control: copies that are not masters serve the connection, too."""
 EXACT_END: Final = b"x_exact_end"
@@ -166,6 +168,7 @@ class StreamConnection(Generic[S]):
         self._on_message = owner.on_message
         self._waiting: set[S] = set()
         self._unacked_bytes = 0
+        self._ack_due_ns = 0
 
     # -- set-up --------------------------------------------------------------------------------
 
@@ -268,15 +271,24 @@ class StreamConnection(Generic[S]):
         self._waiting.add(stream)
 
     def due(self, now_ns: int) -> list[S]:
-        """Return the streams whose pause is over, each once, ordered by the end of their pause."""
+        """Return the streams whose pause is over, each once, ordered by the end of their pause;
+        acknowledge what has waited for that.
+        """
+        if self._unacked_bytes and now_ns >= self._ack_due_ns:
+            self._acknowledge()
         due = [stream for stream in self._waiting if stream.retry_at_ns <= now_ns]
         self._waiting.difference_update(due)
         return sorted(due, key=lambda stream: (stream.retry_at_ns, stream.vb_id))
 
     @property
     def next_due_ns(self) -> int | None:
-        """When the next pause ends; None if no stream waits."""
-        return min((stream.retry_at_ns for stream in self._waiting), default=None)
+        """When `due` is to be called: the next pause ends, or bytes are to be acknowledged; None:
+        no stream waits, and all is acknowledged.
+        """
+        first_ns = min((stream.retry_at_ns for stream in self._waiting), default=None)
+        if not self._unacked_bytes:
+            return first_ns
+        return self._ack_due_ns if first_ns is None else min(first_ns, self._ack_due_ns)
 
     # -- what comes in -------------------------------------------------------------------------
 
@@ -305,13 +317,20 @@ class StreamConnection(Generic[S]):
         return stop, 0
 
     def acknowledge(self, wire_bytes: int) -> None:
-        """Count processed bytes of stream messages, and acknowledge them at half the window."""
+        """Count processed bytes of stream messages, and acknowledge them at half the window. Less
+        is acknowledged in `due`, so that the server can tell a slow client from a quiet one.
+        """
         window_bytes = self._setup.window_bytes
-        if window_bytes:
+        if window_bytes and wire_bytes:
+            if not self._unacked_bytes:
+                self._ack_due_ns = self.requests.now_ns + ACK_AFTER_NS
             self._unacked_bytes += wire_bytes
             if self._unacked_bytes * 2 >= window_bytes:
-                self.requests.write(pack_buffer_ack(self._unacked_bytes))
-                self._unacked_bytes = 0
+                self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        self.requests.write(pack_buffer_ack(self._unacked_bytes))
+        self._unacked_bytes = 0
 
     def _on_answer(self, stream: S, asked: StreamRequest, frame: Frame) -> None:
         verdict = verdict_of_status(frame.status, len(frame.value))

@@ -34,6 +34,7 @@ from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
@@ -51,8 +52,10 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
+from dcp.server.operate.backup_receipts import Backups
 from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
+from dcp.server.operate.live_parts import LiveParts
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
 from dcp.server.report.change_ages import ChangeAges
@@ -138,9 +141,10 @@ class Node:
         """How long a stop may take to hand partitions over, before its own steps."""
         self.wants_restart = False
         """Whether the node stops to start again in this process, as a member of a cluster."""
-        self.about = About(settings)
+        self.live = LiveSettings(settings)
+        self.about = About(self.live)
         self.ports = Ports()
-        self.meter = Meter()
+        self.meter = Meter(settings.slow_after_s)
         self.access = Access(settings, users, log)
         self.connections = Connections(settings)
         self._hub: StreamHub = StreamHub()
@@ -209,6 +213,7 @@ class Node:
             raise
         self._wire_storage()
         self._wire_ports()
+        self._follow_settings()
         try:
             await self._begin_writing()
             listener = None if probes is None else await probes.hand_over()
@@ -460,11 +465,11 @@ class Node:
         )  # fmt: skip
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
-            ConsoleView(sources, self._sampler, settings), engine, self._sampler, documents,
+            ConsoleView(sources, self._sampler), engine, self._sampler, documents,
             is_test_mode, allows_faults=access.limits.allows_faults, brief=self._brief(),
         )  # fmt: skip
         admin_parts = AdminParts(
-            settings=settings, log=log, access=access,
+            live=self.live, log=log, access=access,
             users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
@@ -472,7 +477,7 @@ class Node:
                 engine, self._commits.until_synced, log.info,
                 share=None if replicated is None else replicated.change_manifest,
             ),
-            cluster=self._cluster_operations,
+            backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -480,6 +485,15 @@ class Node:
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
         self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
+
+    def _follow_settings(self) -> None:
+        """Have the parts follow the settings that can change while the node runs."""
+        LiveParts(
+            self.live, self._log, self.meter, self.access, self.connections, self.engine,
+            self._compaction, self._backpressure,
+        ).follow()  # fmt: skip
+        if self.replicated is not None:
+            self.live.follow("rebalance_rate", self.replicated.core.master.pace.rate.limit)
 
     def _brief(self) -> Callable[[], ClusterBrief] | None:
         if self.replicated is None:

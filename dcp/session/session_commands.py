@@ -31,7 +31,7 @@ from dcp.wire.status import (
     error_map_document,
 )
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.datatype import SNAPPY
+from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
@@ -42,6 +42,8 @@ REPORTED_VERSION: Final = b"7.6.0"
 _ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
 """kv_engine's "alive": the states that GET_ALL_VB_SEQNOS means when it names none."""
 _ANY_STATE: Final = 0
+_OF_PARTITIONS: Final = frozenset({b"vbucket-seqno", b"dcp-vbtakeover"})
+"""Groups of statistics whose argument names a partition."""
 _NEED_XATTR: Final = frozenset({Feature.VATTR, Feature.SUBDOC_DOCUMENT_MACRO_SUPPORT})
 _NOT_NOW: Final = frozenset({Status.EBUSY, Status.ETMPFAIL})
 """Statuses of a refused login that say nothing about the password."""
@@ -63,7 +65,7 @@ class ConnectionCommands:
             Opcode.SELECT_BUCKET: self.select_bucket,
             Opcode.GET_CLUSTER_CONFIG: self.cluster_config,
             Opcode.GET_ERROR_MAP: self.error_map,
-            Opcode.NOOP: self._state.answer,
+            Opcode.NOOP: self.noop,
             Opcode.VERSION: self.version,
             Opcode.STAT: self.statistics,
             Opcode.QUIT: self.quit,
@@ -79,6 +81,7 @@ class ConnectionCommands:
     def hello(self, request: Frame) -> None:
         """Grant the requested features that this server has. A second HELLO replaces the first."""
         state = self._state
+        refuse_stray(request, "extras")
         if len(request.value) % 2:
             raise RefusedError(Status.EINVAL, "HELLO carries features of two bytes each")
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
@@ -108,12 +111,14 @@ class ConnectionCommands:
     def list_mechanisms(self, request: Frame) -> None:
         """Name the SASL mechanisms, strongest first."""
         state = self._state
+        refuse_stray(request, "extras", "key", "value")
         names = state.authenticator.mechanisms(state.peer_is_loopback)
         state.answer(request, value=" ".join(names).encode())
 
     def authenticate(self, request: Frame) -> None:
         """Begin a SASL exchange. For some mechanisms one message is enough."""
         state = self._state
+        refuse_stray(request, "extras")
         mechanism = request.key.decode("ascii", "replace")
         if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
             why = f"no such SASL mechanism: {mechanism}"
@@ -168,6 +173,7 @@ class ConnectionCommands:
     def select_bucket(self, request: Frame) -> None:
         """Select the only bucket, or none."""
         state = self._state
+        refuse_stray(request, "extras", "value")
         name = request.key.decode("utf-8", "replace")
         if name == "@no bucket@":
             state.bucket = None
@@ -179,8 +185,14 @@ class ConnectionCommands:
             raise RefusedError(Status.EACCESS, why)
         state.answer(request)
 
+    def noop(self, request: Frame) -> None:
+        """Answer without effect."""
+        refuse_stray(request, "extras", "key", "value")
+        self._state.answer(request)
+
     def quit(self, request: Frame) -> None:
         """Close the connection; QUIT is answered first."""
+        refuse_stray(request, "extras", "key", "value")
         if request.opcode == Opcode.QUIT:
             self._state.answer(request)
         self._state.close("the client quit")
@@ -190,6 +202,7 @@ class ConnectionCommands:
     def cluster_config(self, request: Frame) -> None:
         """Answer the bucket's configuration, or the node's if no bucket is selected."""
         state = self._state
+        refuse_stray(request, "key", "value")
         has_bucket = state.bucket is not None
         if request.extras:
             if len(request.extras) != CONFIG_VERSION.size:
@@ -202,26 +215,33 @@ class ConnectionCommands:
         state.answer(request, value=value, is_json=True)
 
     def error_map(self, request: Frame) -> None:
-        """Answer what each status means."""
+        """Answer what each status means, in the newest format that the client understands."""
+        refuse_stray(request, "extras", "key")
         if len(request.value) != 2:
             raise RefusedError(Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
-        self._state.answer(request, value=json.dumps(error_map_document()).encode(), is_json=True)
+        version = int.from_bytes(request.value, "big")
+        if not version:
+            raise RefusedError(Status.KEY_ENOENT, "the error map's first format is version 1")
+        document = error_map_document(version)
+        self._state.answer(request, value=json.dumps(document).encode(), is_json=True)
 
     def version(self, request: Frame) -> None:
         """Answer the version of Couchbase Server that this server behaves like."""
+        refuse_stray(request, "extras", "key", "value")
         self._state.answer(request, value=REPORTED_VERSION)
 
     def statistics(self, request: Frame) -> None:
         """Answer one response per statistic, then an empty one."""
+        refuse_stray(request, "extras")
         if request.key.startswith(b"detail"):
             self._detail(request)
             return
         if request.key == b"reset":
             self._state.prefixes.clear()
-        stats = self._state.facts.stats(request.key)
+        stats = self._state.facts.stats(request.key + _argument_of(request))
         if stats is None:
             group, _, argument = request.key.partition(b" ")
-            known = group == b"vbucket-seqno" and argument
+            known = group in _OF_PARTITIONS and argument
             raise RefusedError(
                 Status.NOT_MY_VBUCKET if known else Status.KEY_ENOENT,
                 f"no statistics {request.key.decode('utf-8', 'replace')!r}",
@@ -361,3 +381,20 @@ class ConnectionCommands:
         if part.state == VbState.DEAD:
             raise self._state.elsewhere(part)
         return part
+
+
+def _argument_of(request: Frame) -> bytes:
+    """Return what a STAT's value, a JSON object, adds to its key. Only `stream_format` of the group
+    `dcp` does; other elements are ignored, as the protocol's documents say.
+    """
+    if not request.value:
+        return b""
+    if not request.datatype & JSON:
+        raise RefusedError(Status.EINVAL, "the value of STAT needs the datatype JSON")
+    try:
+        asked = json.loads(request.value)
+    except (ValueError, RecursionError):
+        raise RefusedError(Status.EINVAL, "the value of STAT is no JSON") from None
+    if request.key != b"dcp" or not isinstance(asked, dict) or "stream_format" not in asked:
+        return b""
+    return b" " + json.dumps({"stream_format": asked["stream_format"]}).encode()

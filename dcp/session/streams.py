@@ -98,7 +98,6 @@ class DcpCommands:
             Opcode.DCP_STREAM_REQ: self.stream_request,
             Opcode.DCP_CLOSE_STREAM: self.close_stream,
             Opcode.DCP_BUFFER_ACK: self.buffer_ack,
-            Opcode.DCP_NOOP: self.noop,
             Opcode.X_REPLICA_ACK: self.replica_ack,
             **dict.fromkeys(MESSAGES_TO_CONSUMERS, self.refuse_message),
         }
@@ -238,11 +237,6 @@ class DcpCommands:
             why = f"DCP_BUFFER_ACK has 4 bytes of extras, not {len(request.extras)}"
             raise RefusedError(Status.EINVAL, why)
         producer.acknowledge(U32.unpack(request.extras)[0])
-
-    def noop(self, request: Frame) -> None:
-        """Answer a client's NOOP."""
-        refuse_stray(request, "extras", "key", "value")
-        self._state.answer(request)
 
     def refuse_message(self, request: Frame) -> None:
         """Refuse what only a producer, or the node of a consumer, is sent. A peer that takes this

@@ -57,6 +57,7 @@ class ActiveStream:
 
     __slots__ = (
         "accepts",
+        "asked_vb_uuid",
         "end_seqno",
         "ends_at_latest",
         "filter",
@@ -106,6 +107,8 @@ class ActiveStream:
         self.opaque_bytes = opaque.to_bytes(4, "big")
         self.flags = request.flags
         """Flags of its request."""
+        self.asked_vb_uuid = request.vb_uuid
+        """The version that its request named; 0: none."""
         self.start_seqno = request.start_seqno
         """Where it was requested from."""
         self.next_seqno = request.start_seqno + 1

@@ -36,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from dcp.stream.ack_ages import AckAges
 from dcp.stream.active_stream import ActiveStream, SendState
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
@@ -112,6 +113,7 @@ class Producer:
         self.window_bytes = 0
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
+        self._ack_ages = AckAges()
         self.traceparent = ""
         """The span of the client in which it opens its streams (W3C); "": it gave none."""
         self.terms = Terms()
@@ -239,9 +241,16 @@ class Producer:
 
     def acknowledge(self, processed_bytes: int) -> None:
         """Widen the window by the bytes that the client has processed."""
-        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes)
+        counted_bytes = min(processed_bytes, self.unacked_bytes)
+        if counted_bytes:
+            self._ack_ages.acknowledged(counted_bytes)
+            self.unacked_bytes -= counted_bytes
         if self._ready:
             self._schedule()
+
+    def unacked_s(self, now_ns: int) -> float:
+        """Return the age of the oldest bytes that the client should have acknowledged by now."""
+        return self._ack_ages.oldest_s(now_ns, self.window_bytes) if self.window_bytes else 0.0
 
     def heard(self, now_ns: int) -> None:
         """Note that the client sent something; the clock is the steady one of `tick`."""
@@ -249,6 +258,8 @@ class Producer:
 
     def tick(self, now_ns: int) -> bool:
         """Let time pass: send a NOOP if one is due. False: the peer is gone, so close."""
+        if self.window_bytes:
+            self._ack_ages.mark(now_ns, self.unacked_bytes)
         if self._limited:
             self._refill(now_ns)
         for stream in self._takeovers.values():

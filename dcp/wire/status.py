@@ -330,16 +330,19 @@ MEMCACHED_TEXTS: Final[dict[int, bytes]] = {
 }
 """The bodies of memcached's errors, as its clients show them."""
 
+ERROR_MAP_VERSION: Final = 2
 ERROR_MAP_REVISION: Final = 3
 _MAPPED_MAX: Final = 0x7FFF
 """The Java SDK reads codes as signed 16 bits: a higher one makes it discard the whole map. Those
 above are between nodes only."""
 
 
-def error_map_document() -> dict[str, Any]:
-    """Return the error map as the JSON document of GET_ERROR_MAP version 2."""
+def error_map_document(version: int) -> dict[str, Any]:
+    """Return the error map as the JSON document of GET_ERROR_MAP, in the newest format up to a
+    version. Version 2 differs in what clients do with attributes that they do not know.
+    """
     return {
-        "version": 2,
+        "version": min(version, ERROR_MAP_VERSION),
         "revision": ERROR_MAP_REVISION,
         "errors": {
             f"{status:x}": {"name": name, "desc": text, "attrs": list(attributes)}

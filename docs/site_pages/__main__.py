@@ -8,11 +8,19 @@ from typing import Final
 
 from dcp.server.report import metrics
 from dcp.wire import opcode_page
-from site_pages import byte_traces_page, errors_page, settings_page
+from site_pages import (
+    byte_traces_page,
+    conformance_page,
+    errors_page,
+    scenarios_page,
+    settings_page,
+)
 from site_pages.man_pages import share_files
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "byte-traces": byte_traces_page.markdown,
+    "conformance-checks": conformance_page.markdown,
+    "conformance-scenarios": scenarios_page.markdown,
     "commands": opcode_page.markdown,
     "errors": errors_page.markdown,
     "metrics": metrics.markdown,

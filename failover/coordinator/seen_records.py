@@ -308,6 +308,7 @@ def older_text(view: ClusterView, older: list[OlderRecord]) -> str:
     members = frozenset().union(*(each.members for each in older))
     return (
         f"the metadata store is older than what node {names_of(view, members)} {_have(members)} "
-        f"seen: of {len(older)} partitions (vb {older[0].vb_id} is the first) it has an older "
+        f"seen: of {len(older)} partitions (partition {older[0].vb_id} is the first) it has an "
+        "older "
         "record. Masters that run go on, nobody else is elected there, and no in-sync set changes"
     )

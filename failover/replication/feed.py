@@ -203,7 +203,7 @@ class ReplicaFeed:
         asked = parse_stream_request(request.extras)
         position = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
-            raise ReplicationError(f"there is no vb {request.vb_id} here")
+            raise ReplicationError(f"there is no partition {request.vb_id} here")
         self._refuse_waiting(request.vb_id)
         answer = self._side.admit(self, request.vb_id, asked, position, request.opaque)
         if answer is None:

@@ -413,7 +413,8 @@ class ReplicaLink:
             welcome = decode(frame.value, Welcome)
             if welcome.epoch != stream.epoch:
                 raise ReplicationError(
-                    f"vb {vb_id}: asked in leader epoch {stream.epoch}, answered in {welcome.epoch}"
+                    f"partition {vb_id}: asked in leader epoch {stream.epoch}, answered in "
+                    f"{welcome.epoch}"
                 )
             self._side.welcomed(vb_id, welcome)
             stream.step = _FollowStep.OPEN
@@ -423,7 +424,7 @@ class ReplicaLink:
             self._note_high(vb_id)
         elif frame.status == Status.ROLLBACK:
             if len(frame.value) < U64.size:
-                raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
+                raise ReplicationError(f"partition {vb_id}: ROLLBACK without a seqno")
             high_seqno = self._side.high_seqno(vb_id)
             self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
             has_cut = self._side.high_seqno(vb_id) < high_seqno
@@ -493,7 +494,7 @@ class ReplicaLink:
                 continue  # it was left meanwhile
             if stream.step is not _FollowStep.OPEN:
                 continue  # it has ended
-            where = f"message {message.number}, vb {section.vb_id}"
+            where = f"message {message.number}, partition {section.vb_id}"
             if stream.epoch != section.epoch:
                 raise ReplicationError(
                     f"{where}: it has leader epoch {section.epoch}, the stream {stream.epoch}"
@@ -552,7 +553,7 @@ class ReplicaLink:
             stream = self._streams.get(vb_id)
             is_for_it = stream is not None and stream.opaque <= message.opened
             if is_for_it and stream is not None and stream.step is _FollowStep.OPEN:
-                raise ReplicationError(f"vb {vb_id}: a whole group inside of a snapshot")
+                raise ReplicationError(f"partition {vb_id}: a whole group inside of a snapshot")
 
         try:
             changes, ends = checked_group(

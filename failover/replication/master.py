@@ -219,7 +219,8 @@ class Master:
         except (BranchRefusedError, StoreDamagedError) as error:
             self._effects.append(
                 Notice(
-                    f"vb {part.vb_id}: its record asks for a branch at seqno {seqno} (version "
+                    f"partition {part.vb_id}: its record asks for a branch at seqno {seqno} "
+                    "(version "
                     f"{record.branch.vb_uuid}), which this master cannot carry out: {error}. "
                     "Nothing is undone; ask for another branch"
                 )
@@ -414,21 +415,22 @@ class Master:
             return None  # the replica has read the record first: it comes here, too
         why = refusal(own_epoch, position.epoch)
         if why is None and (mastership is None or mastership.epoch != position.epoch):
-            why = f"vb {vb_id}: this node is not the master in epoch {position.epoch}"
+            why = f"partition {vb_id}: this node is not the master in epoch {position.epoch}"
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
         number = mastership.record.number_of(feed.member)
         if not is_same_copy(number, position.copy_number):
             why = (
-                f"vb {vb_id}: member {feed.member} asks for copy {position.copy_number}, the record"
+                f"partition {vb_id}: member {feed.member} asks for copy {position.copy_number}, "
+                "the record"
                 f" of this master has {number}"
             )
             return FeedAnswer(Status.X_FENCED, why.encode())
         try:
             versions = tuple(position.failover_log().pairs())
         except ValueError as error:
-            raise ReplicationError(f"vb {vb_id}: {error}") from error
+            raise ReplicationError(f"partition {vb_id}: {error}") from error
         window = window_of(vb_id, asked, position)
         if not mastership.is_ready:
             return None
@@ -670,9 +672,11 @@ class Master:
         mastership = self.masterships.get(vb_id)
         part = self._engine.partitions[vb_id]
         if mastership is None or part.state != VbState.ACTIVE:
-            raise BranchRefusedError(f"vb {vb_id}: this node does not serve it now; ask its master")
+            raise BranchRefusedError(
+                f"partition {vb_id}: this node does not serve it now; ask its master"
+            )
         if mastership.branch_wanted is not None or mastership.record.branch is not None:
-            raise BranchRefusedError(f"vb {vb_id}: another branch is under way")
+            raise BranchRefusedError(f"partition {vb_id}: another branch is under way")
         mastership.check_branch(seqno)
         branch = BranchUnderWay(vb_uuid, seqno)
         mastership.want_branch(branch)
@@ -719,7 +723,8 @@ class Master:
             return BranchEnded(vb_id, vb_uuid, "", asked.undone)
         return BranchEnded(
             vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
+            f"partition {vb_id}: this node is not its master any more, or could not carry the "
+            "branch out "
             f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
             "otherwise ask the present master for it",
         )  # fmt: skip

@@ -280,7 +280,8 @@ class Mastership:
             floor = self._floors.get(member, 0)
             if 0 < seqno < floor:
                 raise FloorError(
-                    f"vb {self.part.vb_id}: member {member} keeps every version from seqno {floor} "
+                    f"partition {self.part.vb_id}: member {member} keeps every version from seqno "
+                    f"{floor} "
                     f"only; it cannot go back to {seqno}, but to {floor} and above, or to 0"
                 )
 

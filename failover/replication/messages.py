@@ -308,12 +308,12 @@ def unpack_entries(frame: Frame) -> Message:
         position += _SECTION.size
         if size > end - position:
             raise ReplicationError(
-                f"message {number}, vb {vb_id}: {size} bytes of entries, fewer follow"
+                f"message {number}, partition {vb_id}: {size} bytes of entries, fewer follow"
             )
         try:
             entries = split_entries(value[position : position + size])
         except LogDamagedError as error:
-            raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
+            raise ReplicationError(f"message {number}, partition {vb_id}: {error}") from None
         sections.append(EntriesSection(vb_id, opaque, epoch, committed_seqno, entries))
         position += size
     return Message(number, question, tuple(sections), StoreSeen(*seen))
@@ -385,7 +385,7 @@ def problem_of(
             entry
         )
         if entry_vb_id != vb_id:
-            return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
+            return f"an entry of partition {entry_vb_id} in the section of partition {vb_id}"
         if opcode == LOG_CONTROL:
             try:
                 control = unpack_control_entry(entry)
@@ -559,12 +559,12 @@ def _refused(
 ) -> ReplicationError:
     vb_id = vb_id_of(entry)
     if entry[OPCODE_AT] == LOG_CONTROL:
-        return ReplicationError(f"vb {vb_id}: a control entry after seqno {high_seqno}")
+        return ReplicationError(f"partition {vb_id}: a control entry after seqno {high_seqno}")
     section = EntriesSection(vb_id, 0, epoch, 0, [entry])
     problem = problem_of(section, high_seqno, None, value_bytes_max)
     if not problem and len(entry) < entry_bytes:
         problem = f"an entry of {entry_bytes} bytes after seqno {high_seqno}; {len(entry)} follow"
     return ReplicationError(
-        f"vb {vb_id}: "
+        f"partition {vb_id}: "
         + (problem or f"the entry after seqno {high_seqno} is no change of leader epoch {epoch}")
     )

@@ -240,7 +240,10 @@ class ReplicationCore:
             if known is not None:
                 epoch, master = known.content.record.epoch, known.content.record.master or "none"
             self._effects.append(
-                Notice(f"vb {vb_id} stays as it is (leader epoch {epoch}, master {master}): {why}")
+                Notice(
+                    f"partition {vb_id} stays as it is (leader epoch {epoch}, master {master}): "
+                    f"{why}"
+                )
             )
 
     def _record_of(self, vb_id: int) -> ReplicationRecord:

@@ -88,14 +88,19 @@ class FillRate:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most or CEILING_BYTES_PER_S
-        self._least = min(FLOOR_BYTES_PER_S, self._most)
-        self.bytes_per_s = float(min(START_BYTES_PER_S, self._most))
+        self.bytes_per_s = float(START_BYTES_PER_S)
+        self.limit(most)
         self._acknowledgements = _Measure()
         self._loop = _Measure()
         self._is_starting = True
         self._fell_ns: int | None = None
         """When the rate fell last, or a fill began again."""
+
+    def limit(self, most: int) -> None:
+        """Set another `most`."""
+        self._most = most or CEILING_BYTES_PER_S
+        self._least = min(FLOOR_BYTES_PER_S, self._most)
+        self.bytes_per_s = min(self.bytes_per_s, float(self._most))
 
     def look(
         self, now_ns: int, *, acknowledged_ns: int | None, lag_ns: int | None, is_filling: bool

@@ -172,8 +172,8 @@ class Progress:
             last_seqno = seqno_of(changes[-1]) if changes else 0
             if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
                 raise StoreDamagedError(
-                    f"vb {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} are "
-                    f"missing (history floor {part.history_floor}), so member {member} cannot "
+                    f"partition {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} "
+                    f"are missing (history floor {part.history_floor}), so member {member} cannot "
                     "continue; check the disk and restore a backup"
                 )
             self.next = last_seqno + 1
@@ -206,8 +206,8 @@ def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> Sn
     start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
     if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
         raise ReplicationError(
-            f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
-            f"with purge seqno {position.snapshot_purge}"
+            f"partition {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} "
+            f"to {end} with purge seqno {position.snapshot_purge}"
         )
     return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None
 

@@ -555,7 +555,7 @@ class Replica:
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
             raise ReplicationError(
-                f"vb {vb_id} is in leader epoch {part.leader_epoch}; epoch {epoch} is over"
+                f"partition {vb_id} is in leader epoch {part.leader_epoch}; epoch {epoch} is over"
             )
         self._changes.settle()
         seqno = min(seqno, part.high_seqno)
@@ -628,7 +628,8 @@ class Replica:
             self._damaged[part.vb_id] = then
             self._effects.append(
                 Notice(
-                    f"vb {part.vb_id} cannot go back to seqno {seqno}, as its master asks: {why}. "
+                    f"partition {part.vb_id} cannot go back to seqno {seqno}, as its master asks: "
+                    f"{why}. "
                     f"{then}; the other partitions go on. Check the disk"
                 )
             )

@@ -106,9 +106,8 @@ class FailoverLog:
         Versions that began above `seqno` are removed: they are not part of this history. One that
         began at `seqno` stays. If there are too many entries, the oldest is removed.
 
-        The first master of a new cluster finds the folder's own version (epoch 0) with nothing in
-        it, and its version takes that one's place: a new partition has one version, as in a new
-        Couchbase bucket. Nobody holds a change of the version that goes.
+        The first master of a new cluster replaces the folder's own version (epoch 0): it is empty,
+        and a new partition has one version, as in Couchbase.
         """
         began_in = self.current.epoch if epoch is None else epoch
         is_first = seqno == 0 and self.current.epoch == 0 < began_in

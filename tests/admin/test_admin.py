@@ -111,11 +111,11 @@ async def test_a_branch_that_cannot_be_says_why(ask):
     assert document["error"] == {
         "what": "partition 5 cannot branch at seqno 11",
         "where": "POST /api/v1/vbuckets/5/branch",
-        "why": "vb 5 ends at seqno 10",
+        "why": "partition 5 ends at seqno 10",
         "try": "dcpctl failover-log VB and dcpctl seqnos show the present state",
     }
     status, document, _ = await ask("POST", "/api/v1/vbuckets/5/branch", {"at": 6})
-    assert (status, "damaged: a block of vb 5" in document["error"]["why"]) == (500, True)
+    assert (status, "damaged: a block of partition 5" in document["error"]["why"]) == (500, True)
 
 
 async def test_vbuckets_that_do_not_exist(ask):
@@ -223,7 +223,9 @@ async def test_refusals_are_logged_with_their_reason(ask, node):
         ("admin request refused", "127.0.0.1", 404),
         ("admin request refused", "127.0.0.1", 409),
     ]
-    assert node.refusals[2][3] == "partition 5 cannot branch at seqno 11: vb 5 ends at seqno 10"
+    assert (
+        node.refusals[2][3] == "partition 5 cannot branch at seqno 11: partition 5 ends at seqno 10"
+    )
 
 
 # -- what is done on purpose -------------------------------------------------------------------

@@ -44,6 +44,11 @@ class Call(NamedTuple):
     query: str = ""
 
 
+BACKUP = {
+    "id": "b1", "kind": "run", "archive_id": "a1", "archive": "/backups", "host": "h",
+    "result": "running", "started_s": 1_800_000_000.5,
+}  # fmt: skip
+
 CALLS = (
     Call("GET", "/livez"),
     Call("GET", "/readyz"),
@@ -149,6 +154,10 @@ CALLS = (
     Call("GET", "/api/v1/settings"),
     Call("PUT", "/api/v1/settings/{key}", {"value": "debug"}),
     Call("PUT", "/api/v1/settings/{key}", {"value": "loud"}, 400),
+    Call("POST", "/api/v1/backups", {**BACKUP, "kind": "verify"}, 404),
+    Call("POST", "/api/v1/backups", BACKUP),
+    Call("POST", "/api/v1/backups", {**BACKUP, "result": "fine"}, 400),
+    Call("GET", "/api/v1/backups"),
     Call("GET", "/api/v1/log", query="?limit=3"),
     Call("GET", "/api/v1/log", query="?limit=all", status=400),
     Call("GET", "/api/v1/console/me"),

@@ -316,3 +316,41 @@ def test_a_replica_of_a_node_alone_is_backed_up(ctl, archive, tmp_path):
                 keys.set(b"r%d" % number, b"v")
         server.set_state(vbucket_of(b"r7"), "replica")
         assert backup(ctl, server, archive)["changes"] == 50
+
+
+def test_the_server_is_told_of_runs_and_checks(ctl, server, other, archive, tmp_path):
+    def told(at):
+        code, out, err = ctl(at, "backup", "list", "-o", "json")
+        assert code == 0, err
+        rows = [json.loads(line) for line in out.splitlines()]
+        return [row for row in rows if row["archive"] == str(archive)]
+
+    with Keys(server) as keys:
+        keys.set(b"told", b"1")
+    ran = backup(ctl, server, archive)
+    ((run),) = told(server)
+    assert (run["kind"], run["result"], run["run"]) == ("run", "done", 1)
+    assert (run["changes"], run["stored_bytes"]) == (ran["changes"], ran["stored_bytes"])
+    assert run["partitions"] > 0
+    assert (run["user"], run["ended"] >= run["started"]) == ("guest", True)
+    assert ctl(server, "backup", "verify", "--archive", archive)[0] == 0
+    assert [row["result"] for row in told(server)] == ["done", "done"]
+    (segment,) = archive.glob("runs/000001/*.seg*")
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert ctl(server, "backup", "verify", "--archive", archive)[0] == 1
+    newest = told(server)[0]
+    assert (newest["kind"], newest["result"], newest["why"][:6]) == ("verify", "damaged", "places")
+    # Another server, and none at all: the check is done, and nothing is said of it.
+    assert ctl(other, "backup", "verify", "--archive", archive)[2] == ""
+    assert told(other) == []
+    table = ctl(server, "backup", "list", "-o", "table")[1].decode().splitlines()
+    assert table[0].split() == [
+        "started",
+        "(UTC)",
+        "what",
+        "result",
+        "changes",
+        "stored",
+        "archive",
+    ]
+    assert all(len(line) <= 80 or str(archive) in line for line in table)

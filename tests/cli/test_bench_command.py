@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import selectors
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.address import parse_address
+from clients.cli.node import generator
 from clients.cli.node.answers import AnswerError, BinaryCounter
 from clients.cli.node.bench_command import ROWS, figures_of, histogram_text
 from clients.cli.node.generator import Load, Measured, _shares, run
@@ -101,3 +103,77 @@ def test_the_rows_of_a_histogram_hold_every_value(values, count):
     lines = histogram_text("set", 1, measured).splitlines()
     assert len(lines) == 2 + len(histogram.rows(ROWS))
     assert figures_of("set", measured, 1 << 20)["mib_per_s"] == len(values)
+
+
+def test_a_rate_is_kept(ctl):
+    code, out, err = ctl(
+        "bench", "get", "--rate", "200", "--seconds", "500ms", "--keys", "50", "--connections",
+        "4", "-o", "json",
+    )  # fmt: skip
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["rate"], row["not_sent"]) == (200, 0)
+    assert row["ops_per_s"] * row["seconds"] == pytest.approx(100, abs=2)
+
+
+class Paused:
+    """A connection to a server that answers at once, except while it stands still."""
+
+    def __init__(self, clock, still):
+        self.socket, self.due_ns, self.operations, self.unsent = self, 0, 1, b""
+        self.clock, self.still = clock, still
+
+    def begin(self, due_ns):
+        self.due_ns = due_ns
+        return True
+
+    def receive(self):
+        begin_ns, end_ns = self.still
+        if begin_ns <= self.clock.now_ns < end_ns:
+            self.clock.now_ns = end_ns
+        return True
+
+
+class Clock:
+    """Time that passes only while the generator waits."""
+
+    def __init__(self):
+        self.now_ns = 0
+
+    def perf_counter_ns(self):
+        return self.now_ns
+
+
+class Ready:
+    """A selector: what is registered is ready; if nothing is, time passes."""
+
+    def __init__(self, clock):
+        self.clock, self.keys = clock, {}
+
+    def register(self, connection, _events, data):
+        self.keys[connection] = selectors.SelectorKey(connection, 0, 0, data)
+
+    def unregister(self, connection):
+        del self.keys[connection]
+
+    def get_map(self):
+        return self.keys
+
+    def select(self, wait_s):
+        if not self.keys:
+            self.clock.now_ns += round(wait_s * 1e9)
+        return [(key, 0) for key in list(self.keys.values())]
+
+
+def test_a_pause_of_the_server_delays_all_that_was_due(monkeypatch):
+    """A batch each ms for a second, and a pause of 100 ms: 100 batches are late, not one."""
+    clock = Clock()
+    monkeypatch.setattr(generator, "time", clock)
+    load = LOAD._replace(seconds=1.0, in_flight=1, rate=1000.0)
+    driver = generator._Driver([Paused(clock, (200_000_000, 300_000_000))], load)
+    driver.selector = Ready(clock)
+    driver.drive()
+    assert (driver.operations, driver.not_sent) == (1000, 0)
+    late = sum(count for begin, _, count in driver.latencies.rows(1000) if begin >= 1000)
+    assert 98 <= late <= 100
+    assert driver.latencies.percentile(100) >= 98_000

@@ -9,8 +9,13 @@ import pytest
 from clients.cli.node import log_command
 from clients.cli.node.log_command import Seen, line_text
 from clients.errors import ConnectError
-from dcp.server.admin.routes.server_routes import LIVE
 from dcp.server.config.sources import OPTIONS
+
+LIVE = [
+    "compact_interval", "connections_max", "connections_per_user_max", "history_bytes",
+    "history_window", "idle_timeout", "item_cache_bytes", "log_level", "memtable_bytes",
+    "purge_age", "receive_buffers_bytes_max", "send_buffers_bytes_max", "slow_after", "write_wait",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def level(ctl):
 def test_settings_with_what_differs(ctl, rows):
     found = rows("config", "show")
     assert [row["key"] for row in found] == sorted(OPTIONS)
-    assert {row["key"] for row in found if row["is_live"]} == set(LIVE)
+    assert [row["key"] for row in found if row["is_live"]] == LIVE
     changed = {row["key"]: row["value"] for row in rows("config", "show", "--changed")}
     assert changed["port"] == "0", "any that is free"
     assert "history_window" not in changed
@@ -51,9 +56,19 @@ def test_a_live_setting_changes_at_once(ctl, rows, level):
 
 
 def test_what_is_refused_says_why(ctl):
-    code, _, err = ctl("config", "set", "history_window", "1h")
+    code, _, err = ctl("config", "set", "durability", "none")
     assert code == 4
     assert "it is read when the server starts" in err
+    assert "restart with --durability none" in err
+    for key, value, why in (
+        ("send_buffers_bytes_max", "1MiB", "must be at least 40MiB"),
+        ("compact_interval", "0", "cannot begin or end to be 0"),
+        ("connections_max", "1000000", "files open"),
+    ):
+        before = ctl("config", "show", key)[1]
+        code, _, err = ctl("config", "set", key, value)
+        assert (code, why in err) == (2, True), err
+        assert ctl("config", "show", key)[1] == before
     code, _, err = ctl("config", "set", "log_level", "loud")
     assert code == 2
     assert "must be one of debug, info, warning, error" in err

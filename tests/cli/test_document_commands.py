@@ -44,7 +44,7 @@ def editor(monkeypatch, tmp_path):
 def test_set_takes_no_value_from_an_input_that_nobody_piped(ctl):
     code, out, err = ctl("set", "no-value")
     assert (code, out) == (2, b"")
-    assert "VALUE is missing. Write it behind the key ('' is an empty one), or pipe it in" in err
+    assert "VALUE is missing. Write it after the key ('' is an empty one), or pipe it in" in err
     assert ctl("get", "no-value")[0] == 3
     assert ctl("set", "no-value", stdin=b"piped")[0] == 0
     assert ctl("get", "no-value")[1] == b"piped"

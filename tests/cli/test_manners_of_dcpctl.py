@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -206,3 +209,15 @@ def test_no_is_an_answer(capsys):
     assert not_changed() == dcpctl.EXIT_FAILED
     assert capsys.readouterr().err == "dcpctl: aborted; nothing changed\n"
     assert not standard_input.input_is_terminal()
+
+
+def test_an_output_that_is_full_is_an_error_in_one_line(server):
+    start = [sys.executable, "-c", "from dcpd.commands import dcpctl; dcpctl()"]
+    for words in (["seqnos", "--vb", "0-900"], ["--help"], ["config", "show"]):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [*start, "--server", server.address, *words],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+            )  # fmt: skip
+        assert done.stderr == "dcpctl: cannot write the output: No space left on device\n"
+        assert done.returncode == 1

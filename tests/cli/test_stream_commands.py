@@ -6,6 +6,7 @@ import pytest
 
 from clients import SyncConsumer, vbucket_of
 from clients.cli.changes.stream_commands import consumers_of
+from support.waiting import until
 
 
 def stream(name, peer, vb, state, lag, unacked=0):
@@ -76,3 +77,36 @@ def test_a_limit_is_shown_until_it_is_removed(ctl):
     assert "streams of 'later', partition 7: at most 1000 bytes/s" in err
     assert ctl("stream", "stall", "--resume", "--name", "later")[0] == 0
     assert "later" not in ctl("stream", "list")[2]
+
+
+def test_a_stream_shows_the_version_that_it_asked_with(ctl, rows, server):
+    vb_id = vbucket_of("version:0")
+    with server.connect() as kv:
+        seqno = kv.set("version:0", b"1").seqno
+
+    def row():
+        (found,) = rows("stream", "list", "--vbuckets", "--name", "versions")
+        return found
+
+    with SyncConsumer(server.address, name="versions", vbuckets=[vb_id]) as consumer:
+        next(iter(consumer.changes()))
+        first = row()
+        assert (first["asked_vb_uuid"], first["asked_seqno"], first["seqno"]) == ("0", 0, seqno)
+        assert ctl("vb", "branch", "--vb", vb_id, "--at", seqno)[0] == 0
+        until(lambda: row()["asked_vb_uuid"] != "0")
+        second = row()
+    assert (second["asked_vb_uuid"], second["asked_seqno"]) == (first["vb_uuid"], seqno)
+    assert second["vb_uuid"] != first["vb_uuid"]
+
+
+def test_a_consumer_acknowledges_far_less_than_its_window(rows, server):
+    vb_id = vbucket_of("acknowledged:0")
+    with server.connect() as kv:
+        kv.set("acknowledged:0", b"1")
+    with SyncConsumer(server.address, name="acks", vbuckets=[vb_id]) as consumer:
+        changes = consumer.changes()
+        next(changes)
+        with server.connect() as kv:
+            kv.set("acknowledged:0", b"2")
+        next(changes)  # the first one is processed now
+        until(lambda: rows("stream", "list", "--name", "acks")[0]["unacked_bytes"] < 200)

@@ -33,7 +33,13 @@ from clients.streaming.outcome import (
     verdict_of_end,
     verdict_of_status,
 )
-from clients.streaming.stream_connection import EXACT_END, VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import (
+    ACK_AFTER_NS,
+    EXACT_END,
+    VERSION_LOG,
+    Setup,
+    StreamConnection,
+)
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import (
     U32,
@@ -243,6 +249,25 @@ def test_the_window_is_acknowledged_when_half_of_it_is_used(sizes):
         acks = [U32.unpack(frame.extras)[0] for frame in owner.sent()]
         assert acks == ([unacked] if unacked >= 500 else [])
         unacked = 0 if acks else unacked
+
+
+def test_less_than_half_of_the_window_is_acknowledged_in_time():
+    owner, stream = Owner(), One()
+    owner.connection.acknowledge(0)
+    assert owner.connection.next_due_ns is None, "there is nothing to acknowledge"
+    owner.connection.requests.now_ns = 5
+    owner.connection.acknowledge(30)
+    owner.connection.acknowledge(12)
+    due_ns = owner.connection.next_due_ns
+    assert due_ns == 5 + ACK_AFTER_NS
+    owner.connection.later(stream, ACK_AFTER_NS // 2, ACK_AFTER_NS)
+    assert owner.connection.next_due_ns <= due_ns
+    owner.connection.due(due_ns - 1)
+    assert owner.sent() == []
+    owner.connection.due(due_ns)
+    assert [U32.unpack(frame.extras)[0] for frame in owner.sent()] == [42]
+    owner.connection.due(due_ns + ACK_AFTER_NS)
+    assert owner.sent() == []
 
 
 def test_a_pushed_configuration_is_told_and_no_message_of_stream():

@@ -152,7 +152,7 @@ async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(three: Cluste
             for node in cluster.nodes.values()
             for part in (node.engine.partitions[vb_id],)
         }
-        assert len(ends) == 1, f"vb {vb_id}: {ends}"
+        assert len(ends) == 1, f"partition {vb_id}: {ends}"
 
 
 async def test_a_stranger_gets_no_replication_link(tmp_path: Path) -> None:

@@ -257,6 +257,51 @@ async def test_xattrs_count_as_bytes_of_a_history(
     assert answer["older_than"] == answer["versions"][0]["seqno"]
 
 
+async def test_documents_of_all_partitions_as_of_a_moment(node: Node) -> None:
+    async def listed(at_s: float | None) -> Any:
+        query = "" if at_s is None else f"&at={at_s:.6f}"
+        return (await get(node, f"/api/v1/documents/sorted?prefix=then:{query}")).body
+
+    await put(node, "then:a", "1")
+    await put(node, "then:c", "gone soon")
+    await put(node, "then:d", "expires", expiry=100)
+    moment_s = time.time()
+    await put(node, "then:a", "2")
+    await put(node, "then:b", "new")
+    removed = json.dumps({"key": "then:c"}).encode()
+    await ask(node.ports.admin, "DELETE", "/api/v1/documents", login(), JSON, body=removed)
+    assert [row["key"] for row in (await listed(None))["documents"]] == [
+        "then:a", "then:b", "then:d",
+    ]  # fmt: skip
+    then = await listed(moment_s)
+    assert [(row["key"], row["value"]) for row in then["documents"]] == [
+        ("then:a", "1"), ("then:c", "gone soon"), ("then:d", "expires"),
+    ]  # fmt: skip
+    assert (then["too_new"], then["kept_since_s"]) == ([], None)
+    assert (await listed(1.0))["documents"] == []
+    later = await listed(time.time() + 50)
+    assert "then:b" in [row["key"] for row in later["documents"]]
+    refused = await get(node, "/api/v1/documents/sorted?at=soon")
+    assert (refused.status, refused.body["error"]["why"]) == (
+        400, "\"at\" is a Unix time, not 'soon'",
+    )  # fmt: skip
+
+
+async def test_a_moment_before_the_history_says_since_when_it_is_kept(node: Node) -> None:
+    vb_id = vbucket_of(b"kept:a")
+    moment_s = time.time()
+    await put(node, "kept:a", "1")
+    (seqno,) = await put_versions(node, "kept:a", 1)
+    part = node.engine.partitions[vb_id]
+    floor, part.history_floor = part.history_floor, seqno
+    try:
+        found = (await get(node, f"/api/v1/documents/sorted?prefix=kept:&at={moment_s:.6f}")).body
+    finally:
+        part.history_floor = floor
+    assert (found["documents"], found["too_new"]) == ([], [vb_id])
+    assert moment_s < found["kept_since_s"] <= time.time()
+
+
 # -- a full disk -------------------------------------------------------------------------------
 
 

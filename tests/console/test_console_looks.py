@@ -4,6 +4,8 @@ is cut off, and what is wrong is said everywhere. In light and dark, on a desk a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +15,7 @@ from playwright.sync_api import Page, expect
 
 from clients.testing import DcpServer
 from support.cluster_processes import ClusterProcesses
+from support.following import Following
 from support.server import DcpdProcess
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
@@ -22,13 +25,11 @@ pytestmark = pytest.mark.crash
 AXE: Final = (
     Path(__file__).parents[2] / ".venv" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
 )
-LOOKS: Final = (("light", 1280), ("dark", 390))
-"""Each colour and each width once: the colours do not depend on the width."""
+SCHEMES: Final = ("light", "dark")
+WIDTHS: Final = (1280, 390)
 BYTES_MAX: Final = 200 * 1024
 """Of all files that a page loads."""
 KEYS: Final = [b"order:%d" % number for number in range(30)]
-OF_CLUSTERS: Final = ("Cluster", "Overview", "Partitions")
-"""Pages that differ on a node of a cluster."""
 RULES: Final = ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"]
 FIND: Final = """async (rules) => (await axe.run(document, {runOnly: rules})).violations.map(
   (rule) => [rule.id, ...rule.nodes.map((node) => node.html)].join(" "))"""
@@ -57,30 +58,68 @@ def pages_of(page: Page) -> list[str]:
     return page.get_by_role("navigation").get_by_role("link").all_inner_texts()
 
 
-def look_at(log_in: Any, axe: str, node: DcpServer, title: str, *names: str) -> None:
-    """Open pages in every look, all if none is named; `title` is the one after the login."""
-    for scheme, width in LOOKS:
+def look_at(log_in: Any, axe: str, node: DcpServer, title: str) -> None:
+    """Open every page in every look; `title` is the page after the login."""
+    for scheme in SCHEMES:
         page = log_in(
-            on=node, title=title, viewport={"width": width, "height": 844}, color_scheme=scheme,
+            on=node, title=title, color_scheme=scheme,
             bypass_csp=True,  # axe is no script of the console
         )  # fmt: skip
         page.evaluate(axe)
-        for name in names or pages_of(page):
+        for name in pages_of(page):
             page.get_by_role("navigation").get_by_role("link", name=name, exact=True).click()
             expect(page.get_by_role("heading", level=1, name=name, exact=True)).to_be_visible()
             expect(page.locator("main > .loading")).to_have_count(0)
-            assert page.evaluate(FIND, RULES) == [], (name, scheme, width)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            for width in WIDTHS:
+                page.set_viewport_size({"width": width, "height": 844})
+                assert page.evaluate(FIND, RULES) == [], (name, scheme, width)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
 
 
-def test_one_node(log_in, axe: str, server: DcpdProcess) -> None:
+def backup(server: DcpServer, *arguments: object) -> int:
+    command = [sys.executable, "-m", "clients.cli", "--server", server.address, "backup"]
+    words = [*command, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, check=False, timeout=60).returncode
+
+
+def test_one_node(log_in, axe: str, server: DcpdProcess, tmp_path: Path) -> None:
     with server.connect() as kv:
         kv.set(b"key", b"x")
-    look_at(log_in, axe, server, "Overview")
+    archive = tmp_path / "archive"
+    assert backup(server, "run", "--archive", archive) == 0
+    (segment,) = archive.glob("runs/000001/*.seg*")
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert backup(server, "verify", "--archive", archive) == 1
+    with Following(server.address, "looks"):
+        look_at(log_in, axe, server, "Overview")
+    page = log_in(on=server)
+    page.get_by_role("navigation").get_by_role("link", name="Backups").click()
+    check, run = page.locator("table.backups tbody tr").all()
+    expect(run).to_contain_text("run 1")
+    expect(check).to_contain_text("damaged")
+    expect(check).to_have_class("row-bad")
+    expect(page.locator(".tile")).to_contain_text("done")
+
+
+def test_the_versions_of_a_consumer_and_documents_as_of_a_moment(log_in, server) -> None:
+    with server.connect() as kv:
+        kv.set(b"then", b"old")
+    page = log_in(on=server)
+    with Following(server.address, "versions"):
+        page.get_by_role("navigation").get_by_role("link", name="Consumers").click()
+        page.get_by_text("Versions of its streams").first.click()
+        expect(page.get_by_text("stands in the version that it asked with")).to_be_visible()
+        expect(page.locator(".consumer table tbody tr").first).to_be_visible()
+    page.get_by_role("navigation").get_by_role("link", name="Documents").click()
+    expect(page.locator("table.documents tbody")).to_contain_text("then")
+    page.get_by_label("As of (empty: now)").fill("2020-01-01T00:00:00")
+    page.get_by_label("As of (empty: now)").press("Tab")
+    expect(page.get_by_role("heading", name="No documents")).to_be_visible()
+    expect(page.get_by_text("is empty as of then")).to_be_visible()
 
 
 def test_three_nodes_and_an_act_with_its_preview(log_in, axe: str, cluster) -> None:
-    look_at(log_in, axe, cluster.nodes["b"], "Cluster", *OF_CLUSTERS)
+    look_at(log_in, axe, cluster.nodes["b"], "Cluster")
     page = log_in(on=cluster.nodes["b"], title="Cluster")
     expect(page.get_by_text("All 1,024 partitions take writes")).to_be_visible()
     expect(page.locator(".pill")).to_have_text("Healthy")
@@ -105,7 +144,7 @@ def test_one_of_three_is_dead_and_then_two(log_in, axe: str, cluster) -> None:
     node = cluster.nodes["a"]
     cluster.nodes["c"].kill()
     until(lambda: "c" not in cluster.alive() and cluster.masters()["c"] == 0)
-    look_at(log_in, axe, node, "Cluster", *OF_CLUSTERS)
+    look_at(log_in, axe, node, "Cluster")
     page = log_in(on=node, title="Cluster")
     expect(page.locator(".pill")).to_have_text("Down: c")
     expect(page.locator(".nodes tr.row-bad")).to_contain_text("down")

@@ -30,7 +30,6 @@ EVERY_PAGE = (
 )  # fmt: skip
 READERS_PAGES = [
     "Overview", "Cluster", "Partitions", "Documents", "Changes", "Consumers", "Collections",
-    "Backups",
 ]  # fmt: skip
 
 

@@ -97,6 +97,9 @@ def test_every_variable_is_a_setting() -> None:
     assert not user.startswith(("0", "root"))
 
 
+SHARE = ROOT / "deploy" / "share"
+
+
 class Scratch:
     """Runs the instructions of the image below a folder instead of /."""
 
@@ -194,6 +197,9 @@ def test_the_image_serves_and_stops(
 ) -> None:
     process, port, admin_port = container
     assert "(loops in C)" in image.run(["dcpd", "--version"]).stdout
+    shared = {path.relative_to(SHARE) for path in SHARE.rglob("*") if path.is_file()}
+    assert shared, "man pages and completion"
+    assert [path for path in shared if not (image.root / "opt/dcpd/share" / path).exists()] == []
     assert (Path(image.env["DCPD_DATA"]) / MARKER_NAME).exists(), "the data is in the volume"
     check = next(rest for word, rest in instructions() if word == "HEALTHCHECK")
     command = json.loads(check[check.index("[") :])

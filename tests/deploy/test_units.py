@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -26,6 +27,7 @@ UNIT = ROOT / "deploy" / "systemd" / "dcpd.service"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 EXPOSURE_MAX = 15
 """Tenths of the exposure level that systemd-analyze finds for the unit; 0 is none."""
+MONITOR_SCHEMA = yaml.safe_load(Path(__file__).with_name("servicemonitor.schema.yaml").read_text())
 CHART = ROOT / "deploy" / "helm" / "dcpd"
 API_VERSION = "1.34"
 """Of Kubernetes, whose schemas the manifests are checked with."""
@@ -116,9 +118,11 @@ def rendered(*values: str, name: str = "dcpd") -> Documents:
 
 
 def check_schemas(documents: Documents) -> None:
-    """Check them as the API server of API_VERSION does; what is not its own is left out."""
+    """Check them as the API server of API_VERSION does, with the Prometheus operator's schema."""
     for (kind, _), document in documents.items():
-        if kind != "ServiceMonitor":
+        if kind == "ServiceMonitor":
+            jsonschema.validate(document, MONITOR_SCHEMA)
+        else:
             kubernetes_validate.validate(document, API_VERSION, strict=True)
 
 
@@ -147,6 +151,18 @@ def test_the_chart_makes_the_same_as_kustomize(of_kustomize: Documents) -> None:
     assert chart == {key: each for key, each in of_kustomize.items() if key[0] != "Secret"}
     monitor = rendered("serviceMonitor.enabled=true")["ServiceMonitor", "dcpd"]
     assert monitor == yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("interval: 15s", "interval: 15 s"), ("key: metrics-token", "kye: metrics-token"),
+     ("port: admin", "ports: admin"), ("jobLabel", "joblabel")],
+)  # fmt: skip
+def test_the_service_monitor_is_what_its_operator_reads(old: str, new: str) -> None:
+    text = (KUBERNETES / "servicemonitor.yaml").read_text()
+    check_schemas(parsed(text))
+    with pytest.raises(jsonschema.ValidationError):
+        check_schemas(parsed(text.replace(old, new)))
 
 
 def test_the_chart_follows_its_values() -> None:
@@ -262,3 +278,15 @@ def test_etcd_takes_its_options(of_kustomize: Documents) -> None:
     )
     for option in asked[1:]:
         assert f"{option.split('=')[0]} " in known.stdout + known.stderr
+
+
+def test_every_image_that_is_not_ours_is_pinned() -> None:
+    compose = yaml.safe_load((ROOT / "deploy" / "docker" / "cluster.yaml").read_text())
+    (of_kustomize,) = (each for each in kustomization()["images"] if each["name"] == "etcd")
+    images = {
+        *(service["image"] for service in compose["services"].values()),
+        yaml.safe_load((CHART / "values.yaml").read_text())["etcd"]["image"],
+        f"{of_kustomize['newName']}:{of_kustomize['newTag']}",
+    }
+    (etcd,) = images - {"dcpd"}
+    assert re.fullmatch(r"\S+/etcd:v3\.6\.\d+@sha256:[0-9a-f]{64}", etcd)

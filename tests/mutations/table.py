@@ -197,8 +197,8 @@ MUTATIONS = (
     ),
     Mutation(
         "acknowledgement-off-by-one",
-        "        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes)\n",
-        "        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes - 1)\n",
+        "            self.unacked_bytes -= counted_bytes\n",
+        "            self.unacked_bytes -= counted_bytes + 1\n",
         ("test_stream_flow_control",),
     ),
     Mutation(

@@ -146,7 +146,7 @@ def test_keys_on_a_damaged_page_are_refused_and_no_others(
                     if key not in lost or (is_right and what == "other"):
                         assert is_right, key
                         continue
-                    assert f"vb {vbucket_of(key)}: table by_key" in context_of(answer)
+                    assert f"partition {vbucket_of(key)}: table by_key" in context_of(answer)
             with RawClient(server.port) as client:
                 assert streamed(client) == (copy.documents, set()), "streams need no keys"
         assert server.stop() == 0
@@ -175,7 +175,7 @@ def test_versions_on_a_damaged_page_are_refused_and_no_others(
                         assert answer.value == copy.documents[key], key
                         continue
                     assert answer.status == Status.EINTERNAL
-                    assert f"vb {vb_id}: " in context_of(answer)
+                    assert f"partition {vb_id}: " in context_of(answer)
             with RawClient(server.port) as client:
                 documents, refused = streamed(client)
                 assert refused == lost

@@ -87,7 +87,7 @@ def test_a_check_names_the_partition(tmp_path: Path, documents: dict[bytes, byte
         assert server.stop() == 0
     checked = dcpctl("verify", str(folder))
     assert checked.returncode == 0
-    assert f"cas: vb {VB}: {len(documents)} keys have a CAS" in checked.stdout
+    assert f"cas: partition {VB}: {len(documents)} keys have a CAS" in checked.stdout
     assert "dcpctl vb mend-cas" in checked.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,8 @@ from dcp.server.observe.slow_operations import SLOW_KEPT, SlowOperation, SlowOpe
 from dcp.server.report import consumer_watch
 from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.consumer_watch import ConsumerWatch, WatchedConsumer
-from dcp.server.report.sampler import quantile_of
+from dcp.server.report.sampler import OwnChanges, quantile_of
+from vbucket.engine.partition import VbState
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 50))
@@ -76,7 +78,7 @@ def test_a_quantile_is_off_by_a_bucket_at_most(values: list[float], share: float
 
 
 def test_slow_operations_and_rollbacks_are_bounded() -> None:
-    slow, rollbacks = SlowOperations(), LastRollbacks()
+    slow, rollbacks = SlowOperations(0.1), LastRollbacks()
     for number in range(SLOW_KEPT + 10):
         slow.note(SlowOperation(number, "GET", 0.2, "", ""))
     assert slow.count == SLOW_KEPT + 10
@@ -90,6 +92,23 @@ def test_slow_operations_and_rollbacks_are_bounded() -> None:
     assert rollbacks.of("often").rollbacks == NAMES_MAX + 5
     assert command_of(b"\x81\x01xx") == "SET"
     assert command_of(b"") == command_of(b"\x81\xf7") == "a command"
+
+
+def test_changes_of_this_master_are_counted_and_nothing_else() -> None:
+    def part(vb_id: int, seqno: int, *, version: int = 1, state: VbState = VbState.ACTIVE) -> Any:
+        return SimpleNamespace(vb_id=vb_id, committed_seqno=seqno, vb_uuid=version, state=state)
+
+    changes, copy = OwnChanges(), VbState.REPLICA
+    looks = [
+        ([part(0, 5), part(1, 100, state=copy)], 0),  # the first look, and a copy
+        ([part(0, 8), part(1, 700, state=copy)], 3),
+        ([part(0, 8), part(1, 900)], 0),  # it was elected: what came before is of another master
+        ([part(0, 6, version=2), part(1, 904)], 4),  # one was branched, and went back
+        ([part(0, 7, version=2), part(1, 904, state=copy)], 1),
+    ]
+    assert [changes.since_last(partitions) for partitions, _ in looks] == [
+        expected for _, expected in looks
+    ]
 
 
 class Stream:
@@ -107,9 +126,10 @@ class FollowerOf:
     def __init__(self, name: str, *streams: Stream) -> None:
         producer = SimpleNamespace(
             name=name.encode(), streams=lambda: iter(streams), phase_of=lambda one: one.phase,
-            unacked_bytes=0, window_bytes=0,
+            unacked_bytes=0, window_bytes=0, unacked_s=lambda _now_ns: self.unacked_s,
         )  # fmt: skip
         self.peer = f"peer of {name}"
+        self.unacked_s = 0.0
         self.session = SimpleNamespace(state=SimpleNamespace(producer=producer, user="u"))
 
 
@@ -144,6 +164,14 @@ def test_consumers_lag_is_sum_of_its_streams_and_maps_is_largest() -> None:
     }  # fmt: skip
     assert watch.vb_lags == [50, 0, 2, 0]
     assert watch.lag_items == 62
+
+
+def test_lag_in_seconds_counts_what_was_not_acknowledged() -> None:
+    orders = FollowerOf("orders", Stream(0, 101))
+    watch, _ = watch_of(orders)
+    orders.unacked_s = 7.0
+    watch.measure(1000)
+    assert (found(watch)["orders"].lag_items, found(watch)["orders"].lag_s) == (0, 7.0)
 
 
 def test_consumer_that_goes_stays_an_hour_and_returns_as_itself() -> None:

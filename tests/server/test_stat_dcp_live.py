@@ -92,3 +92,31 @@ async def test_streams_can_be_left_out_and_are_bounded(node: Node) -> None:
     assert not [name for name in rows if ":stream_" in name]
     for wrong in (b"dcp x", b'dcp {"stream_format":"other"}', b'dcp {"no":1}', b"dcp \xff"):
         assert await stats(node, wrong) == Status.KEY_ENOENT
+
+
+async def test_takeover_statistics_say_what_a_copy_still_takes(node: Node) -> None:
+    """Of a partition: live documents and, at most, deletions. Of a stream: what is left to send."""
+    keys = [b"k%d" % number for number in range(5)]
+    writes = [
+        pack_request(Opcode.SET, key=key, extras=bytes(8), value=b"v", vb_id=3) for key in keys
+    ]
+    gone = pack_request(Opcode.DELETE, key=keys[0], vb_id=3)
+    select = pack_request(Opcode.SELECT_BUCKET, key=b"default")
+    end = pack_request(Opcode.NOOP, opaque=98)
+    await ask(node, b"".join([select, *writes, gone, end]), 98)
+    rows = await stats(node, b"dcp-vbtakeover 3")
+    assert rows == {
+        "vb_items": "4", "on_disk_deletes": "2", "chk_items": "0", "status": "does_not_exist",
+        "estimate": "6",
+    }  # fmt: skip
+    window = pack_request(Opcode.DCP_CONTROL, key=b"connection_buffer_size", value=b"1")
+    asked = StreamRequest(0, 0, SEQNO_MAX, 0, 0, 0)
+    stream = pack_stream_request(3, asked, 7)
+    await ask(node, pack_open(b"slow", 1) + window + stream + end, 98)
+    rows = await stats(node, b"dcp-vbtakeover 3 eq_dcpq:slow")
+    assert isinstance(rows, dict)
+    assert rows["name"] == "eq_dcpq:slow"
+    assert rows["status"] == "backfilling"
+    assert (rows["estimate"], rows["backfillRemaining"]) == ("6", "6")
+    assert await stats(node, b"dcp-vbtakeover 3 nobody") == await stats(node, b"dcp-vbtakeover 3")
+    assert await stats(node, b"dcp-vbtakeover 4 slow") == await stats(node, b"dcp-vbtakeover 4")

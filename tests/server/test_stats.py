@@ -72,3 +72,8 @@ def test_clients_know_a_fenced_partition_as_active() -> None:
     states = dict(ask(b"vbucket", fenced=7) or ())
     assert set(states.values()) == {"active"}
     assert len(states) == NUM_VBUCKETS
+
+
+@pytest.mark.parametrize("argument", [b"", b"1024", b"-1", b"x 1"])
+def test_takeover_statistics_are_of_one_partition(argument: bytes) -> None:
+    assert ask(b"dcp-vbtakeover " + argument) is None

@@ -219,7 +219,7 @@ async def test_errors_come_back_and_the_process_lives_on(
         await process.merge([9])
     with pytest.raises(MergeRefusedError, match="log segment 2 cannot be merged"):
         await process.merge([2])
-    with pytest.raises(StoreFailedError, match="vb 3: the store has no such partition"):
+    with pytest.raises(StoreFailedError, match="partition 3: the store has no such partition"):
         await process.set_failovers({VB: [[9, 0, 0]], 3: [[1, 0, 0]]})
     path = segment_path(server.folder.log_path, segment)
     good = path.read_bytes()

@@ -134,7 +134,7 @@ def test_damage_is_told_line_by_line(folder: Path) -> None:
     *findings, summary = map(json.loads, found.stdout.splitlines())
     assert {finding["kind"] for finding in findings} == {"block", "torn-tail"}
     (block,) = (finding for finding in findings if finding["kind"] == "block")
-    assert block["where"].startswith("vb ")
+    assert block["where"].startswith("partition ")
     assert "does not match its checksum" in block["what"]
     assert "restore" in block["try"]
     assert (summary["summary"]["findings"], summary["summary"]["harmless"]) == (1, 1)
@@ -159,7 +159,7 @@ def test_a_crash_of_lmdb_ends_no_check(
     child = folder / "child.py"
     child.write_text(
         "import os\n"
-        """print('["finding", "block", "vb 1", "damaged"]', flush=True)\n"""
+        """print('["finding", "block", "partition 1", "damaged"]', flush=True)\n"""
         """print('["progress", 5, 6, 7, 8]', flush=True)\n"""
         "os.kill(os.getpid(), 11)\n"
     )
@@ -169,7 +169,7 @@ def test_a_crash_of_lmdb_ends_no_check(
     )
     assert shell.verify(folder, as_json=False) == shell.CheckExitCode.FINDINGS
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("block: vb 1: damaged")
+    assert lines[0].startswith("block: partition 1: damaged")
     assert "the check crashed (SIGSEGV) after 5 partitions" in lines[1]
 
 
@@ -212,7 +212,7 @@ def test_server_refuses_what_damage_hides_and_serves_the_rest(
     folder: Path,
 ) -> None:
     (finding,) = damaged_block(folder)
-    vb_id = int(finding.where.removeprefix("vb "))
+    vb_id = int(finding.where.removeprefix("partition "))
     with DcpdProcess(folder) as server, server.connect() as kv:
         refused = {}
         for number in range(2, KEYS):
@@ -240,14 +240,14 @@ def test_merge_that_needs_damaged_data_sets_partition_aside(folder: Path) -> Non
     end of it.
     """
     (finding,) = damaged_block(folder)
-    vb_id = int(finding.where.removeprefix("vb "))
+    vb_id = int(finding.where.removeprefix("partition "))
     numbers = count()
     key = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) == vb_id).decode()
     other = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) != vb_id).decode()
     with DcpdProcess(folder, "--memtable-bytes", "1MiB") as server:
         with SyncKv(parse_address(server.address), timeout_s=1) as kv:
             with pytest.raises(
-                TemporaryError, match=f"vb {vb_id} is in quarantine.*block of seqno"
+                TemporaryError, match=f"partition {vb_id} is in quarantine.*block of seqno"
             ):
                 write_for_ever(kv, key)
             newest = kv.get(key)
@@ -264,7 +264,7 @@ def test_merge_that_needs_damaged_data_sets_partition_aside(folder: Path) -> Non
                 kv.set(key, VALUE)
             assert server.stop() == 0
         found = json.loads(run(folder, "-o", "json").stdout.splitlines()[0])
-        assert (found["kind"], found["where"]) == ("quarantine", f"vb {vb_id}")
+        assert (found["kind"], found["where"]) == ("quarantine", f"partition {vb_id}")
         server.start()
         server.branch(vb_id, 0)
         server.compact()

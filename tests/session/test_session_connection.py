@@ -277,6 +277,42 @@ def test_the_error_map_has_lowercase_hexadecimal_keys(peer: Peer) -> None:
     assert document["errors"]["1f"]["name"] == "AUTH_STALE"
 
 
+@pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (9, 2)])
+def test_the_error_map_has_the_newest_format_up_to_the_asked_one(
+    peer: Peer, asked: int, given: int
+) -> None:
+    answer = peer.ask(Opcode.GET_ERROR_MAP, value=asked.to_bytes(2, "big"))
+    assert json.loads(answer.value)["version"] == given
+
+
+def test_there_is_no_error_map_of_version_0(peer: Peer) -> None:
+    assert peer.ask(Opcode.GET_ERROR_MAP, value=b"\0\0").status == Status.KEY_ENOENT
+
+
+@pytest.mark.parametrize(
+    ("opcode", "parts"),
+    [
+        (Opcode.NOOP, {"key": b"k"}),
+        (Opcode.NOOP, {"value": b"v"}),
+        (Opcode.NOOP, {"extras": bytes(4)}),
+        (Opcode.VERSION, {"key": b"k"}),
+        (Opcode.QUIT, {"key": b"k"}),
+        (Opcode.HELLO, {"extras": bytes(4), "key": b"agent"}),
+        (Opcode.SASL_LIST_MECHS, {"key": b"k"}),
+        (Opcode.SASL_AUTH, {"extras": bytes(4), "key": b"PLAIN", "value": b"\0guest\0guest"}),
+        (Opcode.SELECT_BUCKET, {"key": b"default", "value": b"v"}),
+        (Opcode.GET_CLUSTER_CONFIG, {"key": b"k"}),
+        (Opcode.GET_ERROR_MAP, {"key": b"k", "value": b"\0\2"}),
+        (Opcode.STAT, {"extras": bytes(4)}),
+    ],
+)
+def test_parts_that_a_command_does_not_have_are_einval(
+    peer: Peer, opcode: Opcode, parts: dict[str, bytes]
+) -> None:
+    assert peer.ask(opcode, **parts).status == Status.EINVAL
+    assert peer.ask(Opcode.NOOP).status == Status.OK
+
+
 @pytest.mark.parametrize("value", [b"", b"\2", b"\0\0\2"])
 def test_an_error_map_request_names_a_version_of_two_bytes(peer: Peer, value: bytes) -> None:
     assert peer.ask(Opcode.GET_ERROR_MAP, value=value).status == Status.EINVAL
@@ -316,12 +352,43 @@ def test_stat_answers_one_response_per_statistic_and_empty_one(
     assert {(a.opcode, a.opaque, a.status) for a in answers} == {(Opcode.STAT, 3, Status.OK)}
 
 
+@pytest.mark.parametrize(
+    ("datatype", "value"), [(0, b"{}"), (1, b"{no json"), (1, b"["), (1, b"[" * 100_000)]
+)
+def test_a_value_of_stat_is_json(node: MemoryNode, datatype: int, value: bytes) -> None:
+    peer = node.connect()
+    peer.hello(Feature.JSON)
+    answer = peer.ask(Opcode.STAT, key=b"dcp", value=value[:60_000], datatype=datatype)
+    assert answer.status == Status.EINVAL
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "group"),
+    [
+        (b"dcp", b'{"stream_format":"skip","x":1}', b'dcp {"stream_format": "skip"}'),
+        (b"dcp", b'{"filter":{"user":"x"}}', b"dcp"),
+        (b"dcp", b"[]", b"dcp"),
+        (b"vbucket-seqno 3", b'{"stream_format":"skip"}', b"vbucket-seqno 3"),
+    ],
+)
+def test_of_the_value_of_stat_only_the_stream_format_counts(
+    node: MemoryNode, monkeypatch: pytest.MonkeyPatch, key: bytes, value: bytes, group: bytes
+) -> None:
+    asked: list[bytes] = []
+    monkeypatch.setattr(node, "stats", lambda group: asked.append(group) or [])
+    peer = node.connect()
+    peer.hello(Feature.JSON)
+    assert peer.ask(Opcode.STAT, key=key, value=value, datatype=1).status == Status.OK
+    assert asked == [group]
+
+
 def test_an_unknown_group_of_statistics_is_enoent(peer: Peer) -> None:
     assert peer.ask(Opcode.STAT, key=b"no-such-group").status == Status.KEY_ENOENT
 
 
 def test_seqno_statistics_of_a_bad_partition_are_not_my_vbucket(peer: Peer) -> None:
-    assert peer.ask(Opcode.STAT, key=b"vbucket-seqno 5000").status == Status.NOT_MY_VBUCKET
+    for group in (b"vbucket-seqno", b"dcp-vbtakeover"):
+        assert peer.ask(Opcode.STAT, key=group + b" 5000").status == Status.NOT_MY_VBUCKET
 
 
 SENT_BY_THE_SERVER_ONLY = {

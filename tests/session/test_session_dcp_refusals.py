@@ -56,7 +56,6 @@ STRAY_PARTS = {
     Opcode.GET_FAILOVER_LOG: ["extras", "key", "value"],
     Opcode.GET_ALL_VB_SEQNOS: ["key", "value"],
     Opcode.DCP_BUFFER_ACK: ["key", "value"],
-    Opcode.DCP_NOOP: ["extras", "key", "value"],
     Opcode.OBSERVE_SEQNO: ["extras", "key"],
 }
 

@@ -190,7 +190,7 @@ def tell(report: Report, options: Options) -> str:
 
 def about(text: str) -> About:
     """Return what a violation's sentence is about."""
-    vb_ids = re.findall(r"\bvb (\d+)", text)
+    vb_ids = re.findall(r"\b(?:vb|partition) (\d+)", text)
     seqnos = re.findall(r"\bseqno (\d+)", text)
     keys = _KEY.findall(text)
     key = ast.literal_eval(keys[0]).removeprefix(b"\x00") if keys else None

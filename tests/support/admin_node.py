@@ -9,6 +9,7 @@ import logging
 from types import SimpleNamespace
 
 from dcp.server.access.access import Access
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
@@ -70,9 +71,9 @@ class SmallOperations:
     async def branch(self, vb_id, at_seqno):
         await asyncio.sleep(0)
         if at_seqno == 6:
-            raise StoreDamagedError("a block of vb 5")
+            raise StoreDamagedError("a block of partition 5")
         if at_seqno > 10:
-            raise BranchRefusedError(f"vb {vb_id} ends at seqno 10")
+            raise BranchRefusedError(f"partition {vb_id} ends at seqno 10")
         self.told.append((vb_id, at_seqno))
         return {"vb": vb_id, "seqno": at_seqno}
 
@@ -142,6 +143,8 @@ class SmallNode:
     def __init__(self, users, data):
         self.users = users
         self.settings = Settings(data=data, audit="off")
+        self.live = LiveSettings(self.settings)
+        self.live.follow("log_level", lambda _level: None)
         self.log = EventLog(logging.getLogger())
         self.access = Access(self.settings, users, self.log)
         self.is_ready = True
@@ -155,7 +158,7 @@ class SmallNode:
         self.bucket = "default"
         self.refusals = Refusals()
         self.meter = Meter()
-        self.dumps = None
+        self.dumps = self.backups = None
         self.cluster = None
         self.console = SimpleNamespace(
             view=None,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hatch_build
+from clients.testing import DcpServer
 from support.installations import ROOT, build_wheel, copied_sources, plain_environment, run, use
 
 APP = """
@@ -86,6 +87,17 @@ def test_a_project_with_a_package_clients_keeps_it(python: Path, shop: Path) -> 
 def test_the_commands_run_in_its_folder(python: Path, shop: Path) -> None:
     """Also with the folder in the path, which some set for all programs."""
     assert "is ready" in use(python, shop, PYTHONPATH=str(shop))
+
+
+def test_the_conformance_kit_runs_as_it_is_installed(python: Path, shop: Path) -> None:
+    """With dcpctl's own hooks, which run as a module of the package."""
+    with DcpServer() as server:
+        done = run(
+            str(python.parent / "dcpctl"), "conformance", "server", server.address, "--dcpd",
+            "--only", "framing,branch.log,collections.begin", python=python, cwd=shop,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "0 fail, 0 refused, 0 n/a" in done.stdout
 
 
 def test_the_fixture_of_pytest_needs_no_import(python: Path, shop: Path) -> None:

@@ -127,7 +127,7 @@ def test_no_entries_make_no_block() -> None:
 
 @pytest.mark.parametrize(("seqnos", "before"), [([2, 2], 0), ([3, 2], 0), ([4], 4), ([4], 9)])
 def test_seqnos_that_do_not_ascend_are_refused(seqnos: list[int], before: int) -> None:
-    with pytest.raises(ValueError, match="vb 5: seqnos do not ascend"):
+    with pytest.raises(ValueError, match="partition 5: seqnos do not ascend"):
         build_blocks(5, entries_of(seqnos), seqno_before=before)
 
 
@@ -157,7 +157,7 @@ def test_every_flipped_bit_is_noticed(seqnos: list[int]) -> None:
 @pytest.mark.parametrize("size", [0, 1, 50, -1])
 def test_a_block_that_is_cut_short_is_noticed(size: int) -> None:
     ((key, value),) = build_blocks(5, entries_of([1, 2]), seqno_before=0)
-    with pytest.raises(BlockDamagedError, match="vb 5: the block of seqnos 1 to"):
+    with pytest.raises(BlockDamagedError, match="partition 5: the block of seqnos 1 to"):
         Block(key, value[:size])
 
 

@@ -34,7 +34,7 @@ def test_it_is_refused_and_names_what_to_use(name: str) -> None:
     part.has_copies = True
     part.state = VbState.REPLICA  # a master purges; its replicas follow it
     before = part.vb_uuid, part.high_seqno, part.state, part.purge_seqno
-    with pytest.raises(lifecycle.HasCopiesError, match=f"vb {VB} has copies") as caught:
+    with pytest.raises(lifecycle.HasCopiesError, match=f"partition {VB} has copies") as caught:
         operation(node)
     assert instead in caught.value.instead
     assert not node.engine.keyspace.has_pending

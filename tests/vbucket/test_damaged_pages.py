@@ -111,7 +111,7 @@ def check_keys(reader: KvReader, table: str, rows: Rows, lost: set[bytes]) -> in
     """
     refused = 0
     for key, value in rows.items():
-        place = f"vb {int.from_bytes(key[:2], 'big')}: table {table} of the store"
+        place = f"partition {int.from_bytes(key[:2], 'big')}: table {table} of the store"
         answers = [told(ask, place) for ask in ways_to(reader, table, key)]
         wrong = [answer for answer in answers if answer not in (REFUSED, [(key, value)])]
         assert not wrong, key
@@ -246,7 +246,7 @@ def test_write_that_meets_damage_is_named_and_does_nothing(
                     go_on()
             act()
 
-    with pytest.raises(WriteLostError, match=f"vb {int.from_bytes(key[:2], 'big')}: "):
+    with pytest.raises(WriteLostError, match=f"partition {int.from_bytes(key[:2], 'big')}: "):
         write_there()
     assert bytes(env.snapshot().get("by_key", first) or b"") == rows[first]
     with env.write() as write:
@@ -267,7 +267,7 @@ def test_damaged_end_of_table_is_in_way_of_its_own_rows_only(
     with env.write() as write:
         write.put_sorted("by_key", new)
     assert [bytes(env.snapshot().get("by_key", key) or b"") for key, _ in new] == [b"new"] * 2
-    with pytest.raises(WriteLostError, match=f"vb {VBS[-1]}: "), env.write() as write:
+    with pytest.raises(WriteLostError, match=f"partition {VBS[-1]}: "), env.write() as write:
         write.put_sorted("by_key", [(last + b"!", b"new")])
     env.close()
 

@@ -89,7 +89,7 @@ def test_a_compaction_names_who_is_on_the_page_and_goes_on(node: LmdbNode, table
     assert 0 < len(lost) < len(VBS) * 2 / 3
     report = compact(node)
     assert {vb_id for vb_id, _ in report.damages} == lost
-    assert all(f"vb {vb_id}: " in text for vb_id, text in report.damages)
+    assert all(f"partition {vb_id}: " in text for vb_id, text in report.damages)
     assert report.versions == (len(VBS) - len(lost)) * (ROUNDS - 1) * len(KEYS)
     kept = range((ROUNDS - 1) * len(KEYS) + 1, ROUNDS * len(KEYS) + 1)
     for vb_id in set(VBS) - lost:

@@ -313,5 +313,5 @@ def test_number_of_partitions_is_argument_and_power_of_two() -> None:
     assert isinstance(node.engine.get(7, b"\0k"), StoredDocument)
     with pytest.raises(AssertionError, match="bits of a key's hash"):
         Engine(node.store, node.draw_uuid, 6)
-    with pytest.raises(StoreDamagedError, match="no record of vb 8 and 7 other"):
+    with pytest.raises(StoreDamagedError, match="no record of partition 8 and 7 other"):
         Engine(node.store, node.draw_uuid, 16)

@@ -374,7 +374,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.node.engine.keyspace.branch(vb_id, len(self.live[vb_id].versions) + 1)
         except BranchRefusedError as error:
-            assert f"vb {vb_id}" in str(error)  # noqa: PT017 - the refusal must name the partition
+            assert f"partition {vb_id}" in str(error)  # noqa: PT017 - the refusal must name the partition
         else:
             raise AssertionError("a branch began where nothing is")
 

@@ -262,7 +262,7 @@ def test_damage_is_noted_and_the_others_expire(node: MemoryNode, pager: Pager) -
     assert expired_by(pager, node, 5) == [b"\x002"]
     assert len(pager.damages) == 2
     assert "table expiry" in pager.damages[0]
-    assert "vb 3" in pager.damages[1]
+    assert "partition 3" in pager.damages[1]
 
 
 def test_a_row_says_what_it_is_and_damage_is_noticed() -> None:

@@ -124,7 +124,7 @@ class Replica:
         highs = self.highs.copy()
 
         def absent(vb_id: int) -> None:
-            raise ReplicationError(f"vb {vb_id} is not followed")
+            raise ReplicationError(f"partition {vb_id} is not followed")
 
         try:
             changes, ends = checked_group(payload, highs, self.epochs, absent, VALUE_BYTES_MAX)
@@ -261,7 +261,7 @@ def test_damage_in_the_store_changes_nothing() -> None:
     replica = Replica()
 
     def damaged(part: Partition, _entry: bytes) -> bytes:
-        raise StoreDamagedError(f"vb {part.vb_id}: a test")
+        raise StoreDamagedError(f"partition {part.vb_id}: a test")
 
     engine = replica.node.engine
     replica.changes.group_run = group_run(
@@ -270,7 +270,7 @@ def test_damage_in_the_store_changes_nothing() -> None:
     engine.partitions[2].purge_seqno = 1
     before = replica.facts()
     payload = Master().group([("set", vb_id, b"\0a", 1) for vb_id in range(PARTITIONS)])
-    with pytest.raises(StoreDamagedError, match="vb 2: a test"):
+    with pytest.raises(StoreDamagedError, match="partition 2: a test"):
         replica.in_c(payload)
     assert replica.facts() == before
     assert replica.highs == dict.fromkeys(range(PARTITIONS), 0)

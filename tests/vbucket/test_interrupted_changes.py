@@ -65,7 +65,9 @@ def test_change_that_is_cut_short_is_noticed_or_has_not_happened(
         assert after == before
         assert engine.keyspace.broken_invariant() == ""
     else:
-        assert f"vb {VB}: seqno 2 was not applied wholly" in engine.keyspace.broken_invariant()
+        assert (
+            f"partition {VB}: seqno 2 was not applied wholly" in engine.keyspace.broken_invariant()
+        )
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -79,4 +81,4 @@ def test_group_a_partition_cannot_note_is_not_its_last(node: MemoryNode, index: 
     with pytest.raises(MemoryError):
         list(change_all(engine))[index]()
     assert part.last_group < keyspace.group
-    assert f"vb {VB}: seqno 2 was not applied wholly" in keyspace.broken_invariant()
+    assert f"partition {VB}: seqno 2 was not applied wholly" in keyspace.broken_invariant()

@@ -74,7 +74,7 @@ def test_every_flipped_bit_is_noticed_and_the_key_named() -> None:
         for bit in range(8):
             flipped = bytearray(items[wanted])
             flipped[position] ^= 1 << bit
-            with pytest.raises(RecordDamagedError, match=r"vb 263: .* key b'\\x002'"):
+            with pytest.raises(RecordDamagedError, match=r"partition 263: .* key b'\\x002'"):
                 check_records({**items, wanted: bytes(flipped)})
     for cut in (items[wanted][:-1], b"", items[wanted] + b"\0"):
         with pytest.raises(RecordDamagedError, match=r"b'\\x002'"):

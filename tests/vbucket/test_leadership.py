@@ -112,7 +112,7 @@ def test_an_epoch_that_is_over_or_no_epoch_is_refused(node: MemoryNode, epoch: i
         lambda: begin_version(node.engine, VB, epoch),
         lambda: adopt_failover_log(node.engine, VB, log, epoch, rollback_to=0),
     ):
-        with pytest.raises(StaleEpochError, match=f"vb {VB}.*{epoch}"):
+        with pytest.raises(StaleEpochError, match=f"partition {VB}.*{epoch}"):
             change()
     assert not node.engine.keyspace.has_pending
 

@@ -352,7 +352,7 @@ def test_a_torn_or_shortened_segment_is_damage(env: MemoryEnv) -> None:
 
 
 def test_changes_of_an_unknown_partition_are_refused(env: MemoryEnv) -> None:
-    with pytest.raises(MergeRefusedError, match="changes of vb 77"):
+    with pytest.raises(MergeRefusedError, match="changes of partition 77"):
         merge(env, sealed(ModelPartition(77).write(b"\x00k", b"v")))
 
 
@@ -363,7 +363,7 @@ def test_an_unknown_control_entry_is_refused(env: MemoryEnv) -> None:
 
 def test_seqnos_that_do_not_go_on_are_refused(env: MemoryEnv) -> None:
     first, second = ModelPartition(1), ModelPartition(1)
-    with pytest.raises(MergeRefusedError, match="vb 1: seqnos do not ascend"):
+    with pytest.raises(MergeRefusedError, match="partition 1: seqnos do not ascend"):
         merge(env, sealed(first.write(b"\x00k", b"v"), second.write(b"\x00l", b"v")))
 
 

@@ -320,7 +320,7 @@ def test_a_payload_is_taken_up_to_what_is_not_plain() -> None:
     assert staged.add(first + bytes(35), len(first)) == -1
     assert not staged.open(1024)
     assert staged.close(VB) == [first, first]
-    with pytest.raises(ValueError, match="vb 1 is not open"):
+    with pytest.raises(ValueError, match="partition 1 is not open"):
         staged.close(VB)
     with pytest.raises(ValueError, match="after newest"):
         staged_with(first).merge(VB, [], None, 0, TARGET, 0, 0)

@@ -104,5 +104,5 @@ def test_damaged_record_of_replaced_version_refuses_start() -> None:
         record = bytearray(bytes(write.get(BY_KEY_TABLE, key) or b""))
         record[3] ^= 1
         write.put(BY_KEY_TABLE, key, bytes(record))
-    with pytest.raises(StoreDamagedError, match=r"vb 7.*document"):
+    with pytest.raises(StoreDamagedError, match=r"partition 7.*document"):
         node.crash()

@@ -260,5 +260,5 @@ def test_start_leaves_to_python_what_is_no_document_in_store(node: LmdbNode) -> 
         record = bytearray(bytes(write.get(BY_KEY_TABLE, full_key) or b""))
         record[3] ^= 1
         write.put(BY_KEY_TABLE, full_key, bytes(record))
-    with pytest.raises(StoreDamagedError, match=r"vb 1.*100"):
+    with pytest.raises(StoreDamagedError, match=r"partition 1.*100"):
         node.crash()

@@ -110,7 +110,7 @@ def test_the_owner_of_the_write_role_may_change_records(env: KvEnv) -> None:
     store.set_quarantine({})
     assert store.quarantine() == {}
     assert store.partition(VB) == before._replace(failover=[[55, 2, 8], [1, 0, 0]], epoch=8)
-    with pytest.raises(StoreFailedError, match="vb 9: the store has no such partition"):
+    with pytest.raises(StoreFailedError, match="partition 9: the store has no such partition"):
         store.set_failovers({9: [[1, 0, 0]]})
     store.close()
 
@@ -222,7 +222,7 @@ def test_a_record_under_another_key_is_damage() -> None:
     _, store = fill(env, 12)
     keys = list(env.tables[BY_KEY_TABLE])
     env.tables[BY_KEY_TABLE][keys[0]] = env.tables[BY_KEY_TABLE][keys[1]]
-    with pytest.raises(RecordDamagedError, match=r"vb 7: the record of key b'\\x00key0'"):
+    with pytest.raises(RecordDamagedError, match=r"partition 7: the record of key b'\\x00key0'"):
         store.meta(VB, keys[0][2:])
     with pytest.raises(RecordDamagedError):
         store.keys(VB, b"", 10)

@@ -141,7 +141,7 @@ class ViewMachine(RuleBasedStateMachine):
 
     def step(self, reading: Reading, documents: int, work: int) -> None:
         if not reading.is_valid:
-            with pytest.raises(ViewInvalidError, match=f"vb {VB} was rolled back to seqno"):
+            with pytest.raises(ViewInvalidError, match=f"partition {VB} was rolled back to seqno"):
                 reading.scan.step(documents, work)
             self.done_with(reading)
             return
@@ -397,7 +397,7 @@ def test_damage_ends_a_scan_and_is_never_left_out(node: MemoryNode, views: Views
     scan = views.open(VB).scan()
     node.env.flip(BY_SEQNO_TABLE, block_key, len(node.env.tables[BY_SEQNO_TABLE][block_key]) - 3)
     node.store.refresh()
-    with pytest.raises(StoreDamagedError, match=f"vb {VB}"):
+    with pytest.raises(StoreDamagedError, match=f"partition {VB}"):
         scan.step(100)
     with pytest.raises(ViewInvalidError, match="seqno"):
         scan.step(1)

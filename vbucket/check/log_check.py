@@ -220,7 +220,7 @@ class LogCheck:
                 self._misfits += 1
                 if self._misfits <= FINDINGS_MAX:
                     what = (
-                        f"group {group} has seqno {seqno} of vb {head.vb_id}, which is at "
+                        f"group {group} has seqno {seqno} of partition {head.vb_id}, which is at "
                         f"{high_seqnos[head.vb_id]} already: it does not continue the store"
                     )
                     yield Finding(Kind.LOG, where, what)
@@ -247,7 +247,7 @@ class LogCheck:
         vb_id, epoch = head.vb_id, head.epoch
         last, leader = self._last_epochs.get(vb_id, 0), self._epochs.get(vb_id, epoch)
         self._last_epochs[vb_id] = epoch
-        what = f"vb {vb_id}, seqno {seqno} is of leader epoch {epoch}"
+        what = f"partition {vb_id}, seqno {seqno} is of leader epoch {epoch}"
         if epoch < last:
             what += f", and what comes before is of epoch {last}"
         elif epoch > leader:

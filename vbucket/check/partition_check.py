@@ -89,7 +89,7 @@ class PartitionCheck:
         self._manifest = manifest
         self._slice_keys = slice_keys
         self._on_progress = on_progress
-        self._where = f"vb {vb_id}"
+        self._where = f"partition {vb_id}"
         self._epochs = EpochBounds(
             FailoverLog.from_document(record.failover), record.epoch, living_seqno
         )
@@ -261,7 +261,7 @@ class PartitionCheck:
         if not (is_whole and key_bytes and extras_bytes + key_bytes <= body_bytes):
             return "is no whole frame"
         if (vb_id, found) != (self._vb_id, seqno):
-            return f"says that it is vb {vb_id}, seqno {found}"
+            return f"says that it is partition {vb_id}, seqno {found}"
         if cas > self._max_cas and opcode != _SYSTEM_EVENT:
             is_mended = seqno <= self._mended.seqno and cas > self._mended.cas
             self._max_cas = self._max_cas if is_mended else cas

@@ -147,11 +147,11 @@ class StoreCheck:
             return known
         self._quarantined = frozenset(items)
         for vb_id, item in sorted(items.items()):
-            yield Finding(Kind.QUARANTINE, f"vb {vb_id}", item.why)
+            yield Finding(Kind.QUARANTINE, f"partition {vb_id}", item.why)
         return known._replace(kept=frozenset(kept_segments(items)))
 
     def _partition_record(self, vb_id: int) -> Iterator[Finding]:
-        where = f"vb {vb_id}"
+        where = f"partition {vb_id}"
         try:
             record = self._view.partition(vb_id)
             if record is None:
@@ -255,7 +255,8 @@ class StoreCheck:
                 while (found := self._reader.first_at_or_after(table, at)) is not None:
                     vb_id = int.from_bytes(found[0][:2], "big")
                     if vb_id not in known:
-                        yield Finding(Kind.STRAY, f"table {table}", f"it has a key of vb {vb_id}")
+                        text = f"it has a key of partition {vb_id}"
+                        yield Finding(Kind.STRAY, f"table {table}", text)
                     if vb_id >= 0xFFFF or len(found[0]) < 2:
                         break
                     at = (vb_id + 1).to_bytes(2, "big")

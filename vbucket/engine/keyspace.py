@@ -93,7 +93,7 @@ class Keyspace:
         missing = sorted(set(range(num_vbuckets)) - records.keys())
         if missing:
             raise StoreDamagedError(
-                f"the store has no record of vb {missing[0]} and {len(missing) - 1} other "
+                f"the store has no record of partition {missing[0]} and {len(missing) - 1} other "
                 "partitions; check the disk and restore a backup"
             )
         self.partitions: list[Partition] = []
@@ -184,7 +184,7 @@ class Keyspace:
             part = self.partitions[vb_id]
             entries = part.active.entries
             if part.high_seqno != seqno or not entries or seqno_of(entries[-1]) != seqno:
-                return f"vb {vb_id}: seqno {seqno} was not applied wholly"
+                return f"partition {vb_id}: seqno {seqno} was not applied wholly"
         return ""
 
     def count(self, part: Partition, key: bytes, documents: int) -> None:
@@ -344,8 +344,8 @@ class Keyspace:
             if entry is None:
                 if prev_seqno > part.purge_seqno and not self.manifest.is_gone(collection_of(key)):
                     raise StoreDamagedError(
-                        f"vb {part.vb_id}: a rollback needs seqno {prev_seqno} of key {key!r}, "
-                        "which the store does not have; restore a backup"
+                        f"partition {part.vb_id}: a rollback needs seqno {prev_seqno} of key "
+                        f"{key!r}, which the store does not have; restore a backup"
                     )
                 entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry
@@ -528,8 +528,8 @@ class Keyspace:
         self.quarantined[vb_id] = why
         self.partitions[vb_id].hold_writes(
             Hold.QUARANTINE,
-            f"vb {vb_id} is in quarantine, because its stored data is damaged: {why}. It takes "
-            "writes again after a branch at 0, which empties it; restore a backup then",
+            f"partition {vb_id} is in quarantine, because its stored data is damaged: {why}. It "
+            "takes writes again after a branch at 0, which empties it; restore a backup then",
         )
 
     def drop_frozen(self, first_vb: int, last_vb: int) -> None:

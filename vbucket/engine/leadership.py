@@ -63,7 +63,8 @@ def adopt_failover_log(
     _check_epoch(engine, vb_id, epoch)
     if log.current.epoch > epoch:
         raise StaleEpochError(
-            f"vb {vb_id}: the master in leader epoch {epoch} has a version that began in epoch "
+            f"partition {vb_id}: the master in leader epoch {epoch} has a version that began in "
+            "epoch "
             f"{log.current.epoch}; it is no longer the master. Ask the present one"
         )
     if rollback_to is not None:
@@ -84,7 +85,8 @@ def adopt_floors(engine: Engine, vb_id: int, floor: int, purge: int, committed_s
     part = engine.partitions[vb_id]
     if floor > min(committed_seqno, part.high_seqno) or purge >= max(floor, 1):
         raise FloorsRefusedError(
-            f"vb {vb_id}: the master sent history floor {floor} and purge seqno {purge}, with "
+            f"partition {vb_id}: the master sent history floor {floor} and purge seqno {purge}, "
+            "with "
             f"committed seqno {committed_seqno}. This replica ends at seqno {part.high_seqno}. A "
             "purge seqno is below its floor, and a floor is a committed change that is here"
         )
@@ -154,10 +156,10 @@ def _check_epoch(engine: Engine, vb_id: int, epoch: int) -> None:
     present = engine.partitions[vb_id].leader_epoch
     if epoch > EPOCH_MAX:
         raise StaleEpochError(
-            f"vb {vb_id}: leader epoch {epoch} is above {EPOCH_MAX}, the last one"
+            f"partition {vb_id}: leader epoch {epoch} is above {EPOCH_MAX}, the last one"
         )
     if epoch < present:
         raise StaleEpochError(
-            f"vb {vb_id} is in leader epoch {present}; epoch {epoch} is over, and so is the "
+            f"partition {vb_id} is in leader epoch {present}; epoch {epoch} is over, and so is the "
             "mastership that it stands for. Ask the present master"
         )

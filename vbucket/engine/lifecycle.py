@@ -32,7 +32,8 @@ class HasCopiesError(Exception):
 
     def __init__(self, vb_id: int, what: str, instead: str) -> None:
         super().__init__(
-            f"vb {vb_id} has copies on other nodes, and {what} on one node would make them differ"
+            f"partition {vb_id} has copies on other nodes, and {what} on one node would make them "
+            "differ"
         )
         self.instead = instead
         """What to do instead."""
@@ -52,7 +53,7 @@ def _refuse_copies(part: Partition, what: str, instead: str) -> None:
 def _refuse_load(engine: Engine, vb_id: int) -> None:
     """Raise BranchRefusedError while a restore loads documents into a partition."""
     if why := engine.loads.why_busy(vb_id):
-        raise BranchRefusedError(f"vb {vb_id}: {why}")
+        raise BranchRefusedError(f"partition {vb_id}: {why}")
 
 
 def branch(engine: Engine, vb_id: int, at_seqno: int) -> Branch:
@@ -76,7 +77,7 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
     _refuse_load(engine, vb_id)
     if lost_seqnos > part.high_seqno:
         raise BranchRefusedError(
-            f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
+            f"partition {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
         )
     if lost_seqnos < part.high_seqno:  # nothing of the store is left at 0
         engine.keyspace.check_system_events(part)
@@ -115,18 +116,21 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
         upto_seqno = max(0, part.committed_seqno - 1)
     elif upto_seqno >= part.high_seqno:
         raise PurgeRefusedError(
-            f"vb {vb_id} ends at seqno {part.high_seqno}, and the change at the end is never "
+            f"partition {vb_id} ends at seqno {part.high_seqno}, and the change at the end is "
+            "never "
             f"purged; it cannot be purged up to {upto_seqno}"
         )
     elif upto_seqno >= part.committed_seqno:
         raise PurgeRefusedError(
-            f"vb {vb_id} is committed up to seqno {part.committed_seqno}, and the last committed "
+            f"partition {vb_id} is committed up to seqno {part.committed_seqno}, and the last "
+            "committed "
             f"change is never purged; it cannot be purged up to {upto_seqno} yet; try again"
         )
     if upto_seqno > part.purge_seqno:
         if part.pins and upto_seqno >= part.pins[0]:
             raise PurgeRefusedError(
-                f"vb {vb_id}: a scan or dump reads it as of seqno {part.pins[0]}; it cannot be "
+                f"partition {vb_id}: a scan or dump reads it as of seqno {part.pins[0]}; it cannot "
+                "be "
                 f"purged up to {upto_seqno} before that is done"
             )
         _, purged_seqno = engine.keyspace.raise_floor(vb_id, upto_seqno + 1, upto_seqno)

@@ -102,7 +102,11 @@ class Mending:
         part = self._engine.partitions[self.vb_id]
         if part.state != VbState.ACTIVE:
             state = VbState(part.state).name.lower()
-            raise MendingRefusedError(f"vb {self.vb_id} is {state}; only active ones are mended")
+            raise MendingRefusedError(
+                f"partition {self.vb_id} is {state}; only active ones are mended"
+            )
         if part.is_backed_up:
             why = next(iter(part.holds.values()))
-            raise MendingRefusedError(f"vb {self.vb_id} takes no changes now: {why}; try again")
+            raise MendingRefusedError(
+                f"partition {self.vb_id} takes no changes now: {why}; try again"
+            )

@@ -390,11 +390,12 @@ def check_undo(part: Partition, at_seqno: int) -> None:
     vb_id = part.vb_id
     if at_seqno > part.high_seqno:
         raise BranchRefusedError(
-            f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
+            f"partition {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at "
+            f"{at_seqno}"
         )
     if 0 < at_seqno < part.history_floor:
         raise FloorError(
-            f"vb {vb_id} cannot go back to {at_seqno}: its history floor is "
+            f"partition {vb_id} cannot go back to {at_seqno}: its history floor is "
             f"{part.history_floor}, and older versions may have been removed by compaction. It can "
             f"go back to {part.history_floor} and above, or to 0"
         )

@@ -112,13 +112,14 @@ class ReadView:
             began = self._branched_at()
             if began < self.seqno:
                 self.invalidate(
-                    f"vb {self.vb_id} was rolled back to seqno {began}, below the view's "
+                    f"partition {self.vb_id} was rolled back to seqno {began}, below the view's "
                     f"{self.seqno}; open another one"
                 )
             self._vb_uuid = part.vb_uuid
         if part.high_seqno < self.seqno:
             self.invalidate(
-                f"vb {self.vb_id} gave up changes that its master does not have, down to seqno "
+                f"partition {self.vb_id} gave up changes that its master does not have, down to "
+                "seqno "
                 f"{part.high_seqno}, below the view's {self.seqno}; open another one"
             )
         if self._why_invalid:
@@ -246,7 +247,8 @@ class ReadView:
             return ABSENT
         if entry is None or key_of(entry) != key:
             raise StoreDamagedError(
-                f"vb {self.vb_id}: seqno {seqno} of key {key!r} is missing; check the disk and "
+                f"partition {self.vb_id}: seqno {seqno} of key {key!r} is missing; check the disk "
+                "and "
                 "restore a backup"
             )
         return entry
@@ -324,7 +326,8 @@ class Views:
             seqno = part.high_seqno
         if not part.history_floor <= seqno <= part.high_seqno:
             raise ViewRefusedError(
-                f"vb {vb_id} can be read as of seqnos {part.history_floor} to {part.high_seqno}, "
+                f"partition {vb_id} can be read as of seqnos {part.history_floor} to "
+                f"{part.high_seqno}, "
                 f"not {seqno}"
             )
         if len(self._open) >= self._views_max:
@@ -371,7 +374,8 @@ class Views:
         for view in tuple(self._open):
             if view.opened_ns and now_ns - view.opened_ns > AGE_MAX_S * 1_000_000_000:
                 view.invalidate(
-                    f"the view of vb {view.vb_id} was open for {AGE_MAX_S} s, the longest time; "
+                    f"the view of partition {view.vb_id} was open for {AGE_MAX_S} s, the longest "
+                    "time; "
                     "open another one"
                 )
             view.opened_ns = view.opened_ns or now_ns
@@ -398,7 +402,8 @@ class Views:
         while total_bytes > self._pinned_bytes_max:
             view = max(self._open, key=lambda each: each.pinned_bytes)
             view.invalidate(
-                f"the view of vb {view.vb_id} kept compaction from freeing what was replaced since "
+                f"the view of partition {view.vb_id} kept compaction from freeing what was "
+                "replaced since "
                 f"it was opened: {view.pinned_bytes >> 20} MiB of changes, and all views together "
                 f"may pin {self._pinned_bytes_max >> 20} MiB; open another one"
             )

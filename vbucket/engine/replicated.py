@@ -76,7 +76,7 @@ class ReplicatedChanges:
             key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
             key = entry[key_at : key_at + head.key_bytes]
             _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
-            assert seqno > part.high_seqno, f"vb {part.vb_id} at {part.high_seqno}: {seqno}"
+            assert seqno > part.high_seqno, f"partition {part.vb_id} at {part.high_seqno}: {seqno}"
             is_document = head.opcode == MUTATION
             was_document = self._presumed.was_document(part, key, head.prev_seqno)
             keyspace.apply(part, key, entry, seqno, is_document - was_document)
@@ -157,7 +157,7 @@ class ReplicatedChanges:
         keyspace.pending += [change[2] for change in changes]
         for vb_id, key, entry, seqno, prev_seqno, cas, is_document in changes:
             part = partitions[vb_id]
-            assert seqno == part.high_seqno + 1, f"vb {vb_id} at {part.high_seqno}: {seqno}"
+            assert seqno == part.high_seqno + 1, f"partition {vb_id} at {part.high_seqno}: {seqno}"
             newest = part.newest
             before = newest.get(key)
             if before and before[OPCODE_AT] == MUTATION:

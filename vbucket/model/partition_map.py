@@ -95,7 +95,8 @@ class PartitionMap(NamedTuple):
             held = [index for index in chain if index != NO_NODE]
             if len(set(held)) != len(held) or any(not 0 <= i < len(self.nodes) for i in held):
                 raise ValueError(
-                    f"vb {self.chains.index(chain)}: chain {list(chain)} names a node twice, or "
+                    f"partition {self.chains.index(chain)}: chain {list(chain)} names a node "
+                    "twice, or "
                     f"one that is not among the {len(self.nodes)} nodes"
                 )
         unnamed = [i for i, node in enumerate(self.nodes) if node.host is None]

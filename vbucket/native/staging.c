@@ -109,7 +109,7 @@ static Stage *open_stage(Staged *self, PyObject *number, long *vb_id)
     if (*vb_id == -1 && PyErr_Occurred())
         return NULL;
     if (*vb_id < 0 || *vb_id >= PARTITIONS || !self->stages[*vb_id].is_open) {
-        PyErr_Format(PyExc_ValueError, "vb %ld is not open", *vb_id);
+        PyErr_Format(PyExc_ValueError, "partition %ld is not open", *vb_id);
         return NULL;
     }
     return &self->stages[*vb_id];

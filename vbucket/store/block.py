@@ -196,7 +196,8 @@ class Block:
         """Return the error that names this block."""
         last = getattr(self, "last_seqno", None)
         return BlockDamagedError(
-            f"vb {self.vb_id}: the block of seqnos {self.first_seqno} to {last or '?'} {what}. "
+            f"partition {self.vb_id}: the block of seqnos {self.first_seqno} to {last or '?'} "
+            f"{what}. "
             "This partition's history cannot be served; check the disk and restore a backup"
         )
 
@@ -397,7 +398,9 @@ def build_blocks(
         return []
     prev_seqnos, epochs, seqnos = zip(*map(_numbers, entries), strict=True)
     if any(map(ge, (seqno_before, *seqnos), seqnos)):
-        raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
+        raise ValueError(
+            f"partition {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}"
+        )
     frames = list(map(_frame_of, entries))
     has_room = tail is not None and len(tail.body) + len(frames[0]) <= body_bytes_target
     blocks: list[tuple[bytes, bytes]] = []

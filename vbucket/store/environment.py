@@ -56,10 +56,10 @@ def place_of(table: str, key: bytes) -> str:
     vb_id = int.from_bytes(key[:2], "big")
     if table in _OF_PARTITIONS and key:
         name = f", key {key[2:]!r}" if len(key) > 2 else ""
-        return f"vb {vb_id}: table {table} of the store{name}"
+        return f"partition {vb_id}: table {table} of the store{name}"
     if table == "by_seqno" and key:
         seqno = int.from_bytes(key[2:10], "big")
-        return f"vb {vb_id}: table by_seqno of the store, seqno {seqno}"
+        return f"partition {vb_id}: table by_seqno of the store, seqno {seqno}"
     return f"table {table} of the store, key {key.hex()}"
 
 

@@ -102,6 +102,6 @@ def checked_fields(full_key: bytes, value: bytes) -> MetaFields:
         if _crc32c(full_key + value[:-4]) == fields[7]:
             return fields
     raise RecordDamagedError(
-        f"vb {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
+        f"partition {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
         "not match its checksum; check the disk and restore a backup"
     )

@@ -207,7 +207,9 @@ class RecordView:
             return None
         failover = self._document(FAILOVER_TABLE, key)
         if failover is None:
-            raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
+            raise RecordDamagedError(
+                f"partition {vb_id}: the store has a state and no failover log"
+            )
         return PartitionRecord(**document, failover=failover)
 
     def partitions(self, without: Container[int] = ()) -> dict[int, PartitionRecord]:
@@ -284,7 +286,9 @@ def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
     """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
     record = RecordView(write).partition(vb_id)
     if record is None:
-        raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
+        raise StoreFailedError(
+            f"partition {vb_id}: the store has no such partition; create it first"
+        )
     epoch = max(record.epoch, log[0][2])
     put_partition(write, vb_id, record._replace(failover=log, epoch=epoch))
 

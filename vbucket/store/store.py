@@ -153,7 +153,8 @@ class StoreView(RecordView):
         blocks = list(self._blocks(vb_id, seqno, seqno))  # raises when one is missing there
         if blocks:
             raise BlockDamagedError(
-                f"vb {vb_id}: the block of seqno {seqno} is there, but a look-up does not find it; "
+                f"partition {vb_id}: the block of seqno {seqno} is there, but a look-up does not "
+                "find it; "
                 "check the disk and restore a backup"
             )
         return None
@@ -524,6 +525,7 @@ def _after(vb_id: int, end_seqno: int) -> bytes:
 def missing_blocks(vb_id: int, last_seqno: int, seqno_before: int) -> BlockDamagedError:
     """Return the error that names a hole in the chain of blocks."""
     return BlockDamagedError(
-        f"vb {vb_id}: after seqno {last_seqno} the versions up to {seqno_before} are missing in "
+        f"partition {vb_id}: after seqno {last_seqno} the versions up to {seqno_before} are "
+        "missing in "
         "the store; check the disk and restore a backup"
     )

@@ -489,7 +489,7 @@ class Compactor:
     ) -> PartitionCompaction:
         """Return the work on a partition: the current one, unless it must start again."""
         record = view.partition(vb_id)
-        assert record is not None, f"vb {vb_id} is not in the store"
+        assert record is not None, f"partition {vb_id} is not in the store"
         if floors is not None:
             record = record._replace(
                 history_floor=max(record.history_floor, floors.floor),

@@ -226,7 +226,8 @@ class _KeyChanges:
                     continue
                 there = f"it has seqno {seqno}"
             raise StoreDamagedError(
-                f"vb {stage.vb_id}: the log replaces seqno {replaced} of key {key!r}, but in the "
+                f"partition {stage.vb_id}: the log replaces seqno {replaced} of key {key!r}, but "
+                "in the "
                 f"store's record of the key {there}: the disk has lost a write, or has an older "
                 "page; check the disk and restore a backup"
             )
@@ -340,7 +341,8 @@ def _entry_as_of(
     may_be_gone = seqno <= stage.purged_seqno or manifest.is_gone(collection_of(key))
     if entry is not None or not may_be_gone:
         raise StoreDamagedError(
-            f"vb {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store "
+            f"partition {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the "
+            "store "
             "does not have; restore a backup"
         )
     return None

@@ -189,7 +189,8 @@ class Staging:
             stage.record = stage.record._replace(epoch=epoch)
         else:
             raise MergeRefusedError(
-                f"vb {vb_id}: the log holds a control entry of the unknown kind {kind!r}; use the "
+                f"partition {vb_id}: the log holds a control entry of the unknown kind {kind!r}; "
+                "use the "
                 "version of dcpd that wrote it"
             )
 
@@ -200,7 +201,7 @@ class Staging:
                 record = self._view.partition(vb_id)
             if record is None:
                 raise MergeRefusedError(
-                    f"the log has changes of vb {vb_id}, which the store does not know; the "
+                    f"the log has changes of partition {vb_id}, which the store does not know; the "
                     "folder's log and store do not belong together"
                 )
             stage = self.stages[vb_id] = Stage(vb_id, record)

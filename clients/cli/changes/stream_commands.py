@@ -30,6 +30,7 @@ _STREAM_COLUMNS: Final = (
     ("vb", "partition"),
     ("state", "state"),
     ("seqno", "seqno"),
+    ("vb_uuid", "version"),
     ("lag_items", "lag"),
     ("unacked_bytes", "unacked bytes"),
     ("age_s", "age, s"),

@@ -165,7 +165,7 @@ def get(
         write_raw(document.value if ends else document.value + b"\n")
 
 
-_NO_VALUE: Final = "VALUE is missing. Write it behind the key ('' is an empty one), or pipe it in"
+_NO_VALUE: Final = "VALUE is missing. Write it after the key ('' is an empty one), or pipe it in"
 
 
 @click.command(

@@ -31,12 +31,14 @@ _PERCENTS: Final = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99, "p99.9_ms": 99.9, 
     "bench",
     help=help_text(
         "Measure SETs, then GETs. It writes its own keys once, measures, and deletes them again. A"
-        " latency is that of a whole batch of --in-flight operations. The last column is the share"
-        " of a core that dcpctl itself took: near 100 % the server could do more. Consumers see the"
-        " changes; do not run it beside users who must not wait.",
+        " latency is that of a whole batch of --in-flight operations; with --rate it counts from"
+        " when the batch was due, so a pause of the server counts for all that it delayed. The last"
+        " column is the share of a core that dcpctl itself took: near 100 % the server could do"
+        " more. Consumers see the changes; do not run it beside users who must not wait.",
         "dcpctl bench",
         "dcpctl bench --connections 16 --in-flight 64       # throughput",
-        "dcpctl bench --in-flight 1 --connections 1         # latency",
+        "dcpctl bench --in-flight 1 --connections 1         # latency of one client",
+        "dcpctl bench --rate 5000                           # latency at a load",
         "dcpctl bench set --durability majority --seconds 30s -o json",
     ),
 )
@@ -72,6 +74,10 @@ _PERCENTS: Final = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99, "p99.9_ms": 99.9, 
     "--durability", type=click.Choice(DURABILITY_NAMES), default="none", show_default=True,
     help="Which copies have a SET before its answer.",
 )  # fmt: skip
+@click.option(
+    "--rate", type=click.FloatRange(0.1, 10_000_000), metavar="N",
+    help="Operations a second, over all connections. Default: as fast as they are answered.",
+)  # fmt: skip
 @click.option("--keep", is_flag=True, help="Do not delete the keys.")
 @with_target
 def bench(
@@ -81,6 +87,7 @@ def bench(
     durability: DurabilityChoice,
     keep: bool,
     seconds: float,
+    rate: float | None,
     **numbers: Any,
 ) -> int:
     """Measure how fast the server is."""
@@ -96,7 +103,9 @@ def bench(
         for verb in verbs or ("set", "get"):
             level = durability_of(durability if verb == "set" else "none")
             _say(f"{verb} for {seconds:g} s over {once.connections} connections")
-            measured = _run(target, once._replace(verb=verb, seconds=seconds, level=level))
+            measured = _run(
+                target, once._replace(verb=verb, seconds=seconds, level=level, rate=rate)
+            )
             rows.append(figures_of(verb, measured, once.size))
             shown.append((verb, measured))
             errors += measured.errors
@@ -111,6 +120,7 @@ def bench(
                     **row, "connections": once.connections, "in_flight": once.in_flight,
                     "size": once.size, "seconds": round(measured.seconds, 3),
                     "durability": durability, "first_error": measured.first_error,
+                    "rate": rate, "not_sent": measured.not_sent,
                     "histogram_us": [list(bucket) for bucket in buckets],
                 }
             )  # fmt: skip
@@ -124,6 +134,8 @@ def bench(
             _say(
                 f"{measured.errors} of {measured.operations} {verb} failed: {measured.first_error}"
             )
+        if measured.not_sent:
+            _say(f"{verb}: {measured.not_sent} were due and not sent: the rate is too high")
         if measured.cpu_share > BUSY_SHARE:
             _say(f"{verb}: dcpctl itself was busy all the time, so the server may be faster")
     return EXIT_FAILED if errors else EXIT_OK

@@ -1,4 +1,5 @@
-"""A load generator: connections that each send a batch, wait for all answers, and send the next.
+"""A load generator: connections that each send a batch, wait for all answers, and send the next, at
+once or when it is due.
 
 Requests are built before the clock starts, and answers are counted by slicing
 (`clients.cli.node.answers`), so that the generator costs far less than the server. Its share of a
@@ -14,6 +15,7 @@ import selectors
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import count, cycle, islice
 from typing import Final, NamedTuple
 
@@ -38,6 +40,8 @@ from dcp.wire.opcode import Opcode
 
 PREBUILT: Final = 65_536
 """Operations that are built before the clock starts, over all connections; sent in turn."""
+EXACT_MAX: Final = 900
+"""Connections for which select(2) is used: it takes descriptors below 1,024."""
 RECEIVE_BYTES: Final = 256 * 1024
 FLAGS_BYTES: Final = 4
 TOKEN_BYTES: Final = 16
@@ -63,6 +67,8 @@ class Load(NamedTuple):
     timeout_s: float
     """How long a batch may take."""
     seed: int = 1
+    rate: float | None = None
+    """Operations a second of all connections together; None: as fast as they are answered."""
 
 
 class Measured(NamedTuple):
@@ -75,6 +81,8 @@ class Measured(NamedTuple):
     first_error: str
     cpu_share: float
     """Of the generator, of one core."""
+    not_sent: int = 0
+    """Operations that a rate asked for and that were not sent by the end."""
 
 
 class _Connection:
@@ -90,17 +98,20 @@ class _Connection:
         self.counter.answer_bytes = answer_bytes
         self.operations = 0
         """Of the batch in flight."""
-        self.begun_ns = 0
+        self.due_ns = 0
+        """When it was to be sent."""
         self.unsent = memoryview(b"")
         self._batches = batches
 
-    def begin(self) -> bool:
-        """Send the next batch, as much as the socket takes; False if there is none."""
+    def begin(self, due_ns: int) -> bool:
+        """Send the next batch, as much as the socket takes; False if there is none. Its latency
+        counts from `due_ns`.
+        """
         batch, self.operations = next(self._batches, (b"", 0))
         if not batch:
             return False
         self.counter.begin(self.operations)
-        self.begun_ns = time.perf_counter_ns()
+        self.due_ns = due_ns
         self.unsent = memoryview(batch)
         self.send()
         return True
@@ -131,47 +142,109 @@ def run(address: ServerAddress, load: Load) -> Measured:
     raises, for a connection that breaks, or if nothing comes for the timeout.
     """
     connections = _connected(address, load)
-    latencies = Histogram()
-    operations = 0
-    selector = selectors.DefaultSelector()
+    driver = _Driver(connections, load)
     try:
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-        end_s = begun_s + (float("inf") if load.seconds is None else load.seconds)
-        for connection in connections:
-            if connection.begin():
-                selector.register(connection.socket, _events(connection), connection)
-        while selector.get_map() and time.perf_counter() < end_s:
-            ready = selector.select(load.timeout_s)
-            if not ready:
-                raise OperationTimeoutError(f"no answer within {load.timeout_s:g} s")
-            for key, _ in ready:
-                connection = key.data
-                had_unsent = bool(connection.unsent)
-                if had_unsent:
-                    connection.send()
-                if not connection.receive():
-                    if had_unsent and not connection.unsent:
-                        selector.modify(connection.socket, _events(connection), connection)
-                    continue
-                operations += connection.operations
-                latencies.add((time.perf_counter_ns() - connection.begun_ns) // 1000)
-                if not connection.begin():
-                    selector.unregister(connection.socket)
-                elif had_unsent or connection.unsent:
-                    selector.modify(connection.socket, _events(connection), connection)
+        driver.drive()
         seconds = time.perf_counter() - begun_s
         cpu_s = time.process_time() - begun_cpu_s
     except OSError as error:
         raise ConnectionLostError(f"the connection was lost: {error}") from error
     finally:
-        selector.close()
+        driver.selector.close()
         for connection in connections:
             connection.socket.close()
     counters = [connection.counter for connection in connections]
     return Measured(
-        operations, seconds, latencies, sum(each.errors for each in counters),
+        driver.operations, seconds, driver.latencies, sum(each.errors for each in counters),
         next((each.first_error for each in counters if each.first_error), ""), cpu_s / seconds,
+        driver.not_sent,
     )  # fmt: skip
+
+
+class _Driver:
+    """Sends the batches of all connections, as fast as they are answered or at a rate.
+
+    With a rate each batch has a time at which it is due, whatever became of those before, and its
+    latency counts from there. A server that stands still for a second makes all batches of that
+    second late, and not only those that were on their way ("coordinated omission").
+    """
+
+    def __init__(self, connections: list[_Connection], load: Load) -> None:
+        self._load = load
+        self._connections = connections
+        operations = load.in_flight * len(connections)
+        self._pace_ns = 0 if load.rate is None else round(operations * 1e9 / load.rate)
+        """Time between two batches of a connection; 0: there is no rate."""
+        # epoll waits for whole milliseconds, which would be the server's in the figures.
+        is_exact = self._pace_ns and len(connections) < EXACT_MAX
+        self.selector = selectors.SelectSelector() if is_exact else selectors.DefaultSelector()
+        self.latencies = Histogram()
+        self.operations = self.not_sent = 0
+        self._waiting: list[tuple[int, int]] = []
+        """(When its next batch is due, which connection it is): a heap."""
+
+    def drive(self) -> None:
+        """Send and receive until all is sent, or the time is over."""
+        load, now_ns = self._load, time.perf_counter_ns()
+        end_ns = now_ns + round(1e9 * (load.seconds or 1e9))
+        share_ns = self._pace_ns // len(self._connections)
+        self._waiting = [
+            (now_ns + number * share_ns, number) for number in range(len(self._connections))
+        ]
+        while self._waiting or self.selector.get_map():
+            now_ns = time.perf_counter_ns()
+            if now_ns >= end_ns:
+                break
+            self._begin_what_is_due(now_ns)
+            until_ns = min(self._waiting[0][0], end_ns) if self._waiting else end_ns
+            self._receive(min(load.timeout_s, max(0, until_ns - time.perf_counter_ns()) / 1e9))
+        if self._pace_ns:
+            self._finish(end_ns)
+
+    def _begin_what_is_due(self, now_ns: int) -> None:
+        while self._waiting and self._waiting[0][0] <= now_ns:
+            due_ns, number = heappop(self._waiting)
+            connection = self._connections[number]
+            if connection.begin(due_ns if self._pace_ns else time.perf_counter_ns()):
+                self.selector.register(connection.socket, _events(connection), number)
+
+    def _receive(self, wait_s: float) -> None:
+        """Wait for answers and take them."""
+        ready = self.selector.select(wait_s)
+        if not ready and wait_s >= self._load.timeout_s and self.selector.get_map():
+            raise OperationTimeoutError(f"no answer within {self._load.timeout_s:g} s")
+        for key, _ in ready:
+            connection = self._connections[key.data]
+            had_unsent = bool(connection.unsent)
+            if had_unsent:
+                connection.send()
+            if not connection.receive():
+                if had_unsent and not connection.unsent:
+                    self.selector.modify(connection.socket, _events(connection), key.data)
+                continue
+            now_ns = time.perf_counter_ns()
+            self.operations += connection.operations
+            self.latencies.add((now_ns - connection.due_ns) // 1000)
+            due_ns = connection.due_ns + self._pace_ns if self._pace_ns else now_ns
+            if due_ns > now_ns:
+                self.selector.unregister(connection.socket)
+                heappush(self._waiting, (due_ns, key.data))
+            elif not connection.begin(due_ns):
+                self.selector.unregister(connection.socket)
+            elif had_unsent or connection.unsent:
+                self.selector.modify(connection.socket, _events(connection), key.data)
+
+    def _finish(self, end_ns: int) -> None:
+        """Take the answers that are under way at the end, and count what was due and not sent."""
+        in_flight = [self._connections[key.data] for key in self.selector.get_map().values()]
+        late = [each.due_ns + self._pace_ns for each in in_flight]
+        late += [due_ns for due_ns, _ in self._waiting]
+        batches = sum(max(0, -((due_ns - end_ns) // self._pace_ns)) for due_ns in late)
+        self.not_sent = batches * self._load.in_flight
+        self._pace_ns = round(2e18)  # nothing more is due
+        while self.selector.get_map():
+            self._receive(self._load.timeout_s)
 
 
 def _events(connection: _Connection) -> int:

@@ -72,7 +72,7 @@ class Access:
             LoginLimits(settings.login_failures_per_minute, settings.connections_per_user_max),
         )
         self._handshake_timeout_s = settings.handshake_timeout_s
-        self._idle_timeout_s = settings.idle_timeout_s
+        self.idle_timeout_s = settings.idle_timeout_s
         self.takes_anonymous = settings.anonymous == "on"
         self.limits = Limits(
             value_bytes_max=settings.value_bytes_max,
@@ -127,7 +127,7 @@ class Access:
                 limit = f"no login within {self._handshake_timeout_s} s"
                 return f"{limit} (setting handshake_timeout)"
             return ""
-        idle_s = self._idle_timeout_s
+        idle_s = self.idle_timeout_s
         is_streaming = connection.session.state.sender is not None
         if idle_s and not is_streaming and now_ns - connection.heard_ns > idle_s * 1e9:
             return f"nothing was heard for {idle_s} s (setting idle_timeout)"

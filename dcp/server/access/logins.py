@@ -110,7 +110,7 @@ class Logins:
     def __init__(self, users: Users, audit: AuditLog, limits: LoginLimits) -> None:
         self.users = users
         self.audit = audit
-        self._limits = limits
+        self.limits = limits
         self._failed = FailedLogins(limits.login_failures_per_minute)
         self._failed_nodes = FailedLogins(
             limits.login_failures_per_minute, NODES_MAX, counts_addresses=False
@@ -217,7 +217,7 @@ class Logins:
 
     def enter(self, user: str) -> str:
         """Count a connection of a user; return why it may not enter, "" if it may."""
-        limit = self._limits.connections_per_user_max
+        limit = self.limits.connections_per_user_max
         if limit and user != CLUSTER_USER and self._connections[user] >= limit:
             return (
                 f"user {user!r} has {limit} connections, the limit "

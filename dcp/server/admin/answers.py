@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Request], Awaitable[Response]]
 
+NUMBER_MAX: Final = 1 << 53
+"""JSON readers round larger numbers."""
 BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
@@ -172,6 +174,15 @@ def vb_of(request: Request) -> int:
 def number_in(text: str, maximum: int) -> int | None:
     """Return the number, 0 to `maximum`, of a decimal text; None if it is not one."""
     return number if is_decimal(text) and (number := int(text)) <= maximum else None
+
+
+def unix_time(text: str) -> float | None:
+    """Return a Unix time, None if the text is none."""
+    try:
+        value = float(text[:30])
+    except ValueError:
+        return None
+    return value if 0 <= value < NUMBER_MAX else None
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:

@@ -29,8 +29,14 @@ from dcp.server.admin.answers import (
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.openapi import description_routes, role_of
 from dcp.server.admin.origin import HostRule, Refusal, page_refusal
+from dcp.server.admin.routes import (
+    backup_routes,
+    console_files,
+    console_routes,
+    document_routes,
+    server_routes,
+)
 from dcp.server.admin.routes import cluster_routes as clusters
-from dcp.server.admin.routes import console_files, console_routes, document_routes, server_routes
 from dcp.server.admin.routes import couchbase_routes as field
 from dcp.server.admin.routes import dump_routes as dump
 from dcp.server.admin.routes import fault_routes as faults
@@ -69,7 +75,8 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
-        *server_routes.routes(parts.settings, parts.log),
+        *server_routes.routes(parts.live, parts.log),
+        *backup_routes.routes(parts.backups),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
         *console_files.routes(),

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
-from dcp.server.config.settings import Settings
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.operate.backup_receipts import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
@@ -71,7 +72,7 @@ class ConsoleParts:
 class AdminParts:
     """See the module. Each set of routes gets the parts that it uses."""
 
-    settings: Settings
+    live: LiveSettings
     log: EventLog
     access: Access
     users: Users
@@ -82,6 +83,7 @@ class AdminParts:
     operations: Operations
     dumps: Dumps
     collections: CollectionsView
+    backups: Backups
     status: Callable[[], StatusReport]
     console: ConsoleParts
     metrics: Callable[..., bytes]

@@ -3,7 +3,7 @@ it with, or is listed as not read. Changes nothing.
 
 Called by `dcp.server.check.verify`, which holds the folder's lock.
 
-    users.json, cluster.json, map.json, seen.json  as at a start of the server
+    users.json, cluster.json, map.json, seen.json, backups.json  as at a start of the server
     discarded/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
     others                                     listed, with the reason why nothing is read
 """
@@ -36,6 +36,7 @@ from dcp.server.cluster.receipt_files import (
     read_election,
 )
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
+from dcp.server.operate.backup_receipts import BACKUPS_FILE, read_backups
 from dcp.server.storage.folder import (
     CLUSTER_FILE,
     LOCK_NAME,
@@ -156,6 +157,7 @@ _READERS: Final[dict[str, Callable[[Path], object]]] = {
     CLUSTER_FILE: _read_cluster,
     MAP_FILE: _read_map,
     SEEN_FILE: _read_seen,
+    BACKUPS_FILE: read_backups,
 }
 
 

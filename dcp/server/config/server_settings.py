@@ -32,6 +32,11 @@ ADMIN_CONNECTIONS_MIN: Final = 16
 """With fewer, one address could not even log in: it gets half of an eighth of them."""
 
 
+SLOW_AFTER_S: Final = 0.1
+"""Fifty times what a commit takes on an SSD. It is a bound of the histograms
+(dcp.server.observe.meter)."""
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the module. Sizes are bytes, durations seconds."""
 
@@ -307,6 +312,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             3600,
         ),
     ] = 2.0
+    slow_after_s: Annotated[
+        float,
+        Option(
+            "Commands, with what was sent along with them, and syncs of the log are slow from this "
+            "time on. The web console shows the last 50.",
+            read_duration,
+            "TIME",
+            0.001,
+            3600,
+        ),
+    ] = SLOW_AFTER_S
     store_silence_s: Annotated[
         float,
         Option(

@@ -25,7 +25,6 @@ from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.slow_operations import (
-    SLOW_S,
     TEXT_COMMAND,
     SlowOperation,
     command_of,
@@ -428,7 +427,7 @@ class ClientConnection(asyncio.Protocol):
         self._meter.answer_seconds.observe(seconds)
         if self._meter.tracing is not None:
             self._trace(self._meter.tracing, answers, seconds)
-        if seconds >= SLOW_S:
+        if seconds >= self._meter.slow.slow_s:
             what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
             user = self.session.state.user or ""
             self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))

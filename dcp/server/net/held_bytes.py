@@ -85,7 +85,7 @@ class HeldBytes:
 
     def __init__(self, bytes_max: int, setting: str, what: str) -> None:
         """`what` names the held data, for the reason that a closed connection gets."""
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._setting = setting
         self._what = what
         self._strangers, self._others = _HolderQueue(), _HolderQueue()
@@ -107,7 +107,7 @@ class HeldBytes:
             line.forget(holder)
             return
         line.note(holder, held_bytes, has_moved=has_moved)
-        while self.held_bytes > self._bytes_max:
+        while self.held_bytes > self.bytes_max:
             self._make_room()
 
     def forget(self, holder: Holder) -> None:
@@ -117,7 +117,7 @@ class HeldBytes:
 
     def _make_room(self) -> None:
         strangers = self._strangers
-        are_too_many = strangers.held_bytes > self._bytes_max // STRANGERS_PART
+        are_too_many = strangers.held_bytes > self.bytes_max // STRANGERS_PART
         line = strangers if are_too_many or not self._others.entries else self._others
         holder = line.first()
         before = self.held_bytes

@@ -31,7 +31,7 @@ class Newcomers:
     """See the module."""
 
     def __init__(self, connections_max: int) -> None:
-        self._connections_max = connections_max
+        self.connections_max = connections_max
         self._line: OrderedDict[Newcomer, None] = OrderedDict()
         self.closed_total = 0
         """Newcomers that were closed to make room."""
@@ -43,10 +43,10 @@ class Newcomers:
     def enter(self, newcomer: Newcomer, connections: int) -> None:
         """Add a newcomer; `connections` is the number of connections now, this one included."""
         self._line[newcomer] = None
-        if connections <= self._connections_max:
+        if connections <= self.connections_max:
             return
         oldest, _ = self._line.popitem(last=False)
-        limit = f"{self._connections_max} connections are open, the limit"
+        limit = f"{self.connections_max} connections are open, the limit"
         why = "" if oldest is newcomer else ", and of those without a login this one is the oldest"
         self.closed_total += 1
         oldest.abort(f"{limit}{why} (setting connections_max)")

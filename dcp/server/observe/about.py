@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp import __version__
-from dcp.server.config.settings import Settings
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.sources import shown
 
 
@@ -17,8 +17,9 @@ class About:
 
     version = __version__
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, live: LiveSettings) -> None:
+        settings = live.now
+        self.live = live
         self._started_s = time.monotonic()
         self.data_dir = Path(settings.data)
         self.durability = settings.durability
@@ -32,4 +33,4 @@ class About:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as users write them."""
-        return shown(self._settings)
+        return shown(self.live.now)

@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from dcp.server.config.server_settings import SLOW_AFTER_S
 from dcp.server.observe.last_rollbacks import LastRollbacks
-from dcp.server.observe.slow_operations import SLOW_S, SlowOperation, SlowOperations
+from dcp.server.observe.slow_operations import SlowOperation, SlowOperations
 from dcp.server.observe.tracing import Tracing
 from dcp.wire.status import Status
 
@@ -65,7 +66,7 @@ class SlowHistogram(Histogram):
     def observe(self, value: float) -> None:
         """Count one observation, and keep it if it was slow."""
         super().observe(value)
-        if value >= SLOW_S:
+        if value >= self._slow.slow_s:
             self._slow.note(SlowOperation(time.time(), self._what, value, "", ""))
 
 
@@ -93,11 +94,11 @@ class ClusterMeter:
 class Meter:
     """The numbers of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float = SLOW_AFTER_S) -> None:
         self.cluster = ClusterMeter()
         self.tracing: Tracing | None = None
         """None: nobody makes spans (setting otel)."""
-        self.slow = SlowOperations()
+        self.slow = SlowOperations(slow_s)
         self.last_rollbacks = LastRollbacks()
         self.received_bytes = 0
         self.sent_bytes = 0

@@ -12,9 +12,6 @@ from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 
-SLOW_S: Final = 0.1
-"""Operations at or above this are slow: fifty times what a commit takes on an SSD. It is one of the
-bounds of the histograms (dcp.server.observe.meter)."""
 SLOW_KEPT: Final = 50
 TEXT_COMMAND: Final = "a command of the text protocol"
 _NAMES: Final = {int(opcode): opcode.name for opcode in Opcode}
@@ -40,7 +37,9 @@ class SlowOperation(NamedTuple):
 class SlowOperations:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float) -> None:
+        self.slow_s = slow_s
+        """Operations at or above this are slow (setting slow_after)."""
         self._kept: deque[SlowOperation] = deque(maxlen=SLOW_KEPT)
         self.count = 0
         """Since the start, including those that are no longer kept."""

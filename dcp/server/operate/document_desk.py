@@ -29,6 +29,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from dcp.server.operate.moments import NotKeptError, seqno_at
 from dcp.server.operate.reports import Cas, Count, Encoding, Seqno, UnixTime, VbId
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.waiters import CommitWaiters
@@ -194,6 +195,17 @@ class DocumentPage(msgspec.Struct):
         list[VbId],
         Meta(description="Partitions whose stored data is damaged; their keys are missing here."),
     ]
+    too_new: Annotated[
+        list[VbId],
+        Meta(
+            description="Partitions whose history does not reach back to `at`; their keys are"
+            " missing here."
+        ),
+    ] = []
+    kept_since_s: Annotated[
+        float | None,
+        Meta(description="The first moment as of which those can be read; null: not known."),
+    ] = None
 
 
 class KeyList(msgspec.Struct):
@@ -448,9 +460,17 @@ class Documents:
         return None
 
     async def sorted_documents(
-        self, prefix: bytes, collection: str, rights: Rights, *, position: str, limit: int
+        self,
+        prefix: bytes,
+        collection: str,
+        rights: Rights,
+        *,
+        position: str,
+        limit: int,
+        at_s: float | None = None,
     ) -> DocumentPage:
-        """Return the next documents with a prefix, sorted by key over all partitions.
+        """Return the next documents with a prefix, sorted by key over all partitions: those of now,
+        or those that were there at a moment (Unix time), as far as the history reaches back.
 
         `position` is `next` of the answer before, "" for the beginning. Keys that the user may not
         read are left out. Raises DocumentRefusedError.
@@ -465,13 +485,16 @@ class Documents:
         self._scans += 1
         first = _FirstRows(limit + 1, stored_prefix + b"\xff" * (KEY_BYTES_MAX + 1))
         unreadable: list[int] = []
+        too_new: dict[int, float | None] = {}
         try:
             async with asyncio.timeout(PAGE_TIME_S):
                 for vb_id in range(NUM_VBUCKETS):
                     try:
-                        await self._first_of(vb_id, start, path, rights, first)
+                        await self._first_of(vb_id, start, path, rights, first, at_s)
                     except StoreDamagedError:
                         unreadable.append(vb_id)
+                    except NotKeptError as error:
+                        too_new[vb_id] = error.since_s
         except TimeoutError as error:
             raise DocumentRefusedError(
                 Status.EBUSY,
@@ -482,18 +505,27 @@ class Documents:
         rows = first.rows[:limit]
         has_more = len(first.rows) > limit
         return DocumentPage(
-            [row for _, row in rows], rows[-1][0].hex() if has_more else None, unreadable
-        )
+            [row for _, row in rows], rows[-1][0].hex() if has_more else None, unreadable,
+            list(too_new), max((each for each in too_new.values() if each), default=None),
+        )  # fmt: skip
 
     async def _first_of(
-        self, vb_id: int, start: bytes, path: str, rights: Rights, first: _FirstRows
+        self,
+        vb_id: int,
+        start: bytes,
+        path: str,
+        rights: Rights,
+        first: _FirstRows,
+        at_s: float | None,
     ) -> None:
-        """Add the documents of one partition that are among the first ones."""
+        """Add the documents of one partition that are among the first ones. Raises NotKeptError."""
         part = self._engine.partitions[vb_id]
-        if not part.item_count:
+        if not (part.item_count if at_s is None else part.committed_seqno):
             return
-        view = self._views.open(vb_id, part.committed_seqno, _OWNER)
-        now_s = int(time.time())
+        seqno, now_s = part.committed_seqno, int(time.time())
+        if at_s is not None:
+            seqno, now_s = seqno_at(self._engine.versions, part, at_s), int(at_s)
+        view = self._views.open(vb_id, seqno, _OWNER)
         scan = view.scan(start, first.end)
         try:
             while not scan.is_done:

@@ -50,7 +50,7 @@ from failover.rules.rollback import Question
 from vbucket.engine import lifecycle
 from vbucket.engine.engine import Engine
 from vbucket.engine.mending import Mending
-from vbucket.engine.partition import Branch, BranchRefusedError, FloorError, VbState
+from vbucket.engine.partition import Branch, BranchRefusedError, FloorError, Partition, VbState
 from vbucket.store.environment import StoreDamagedError
 
 MERGE_WAIT_S: Final = 1.0
@@ -277,6 +277,9 @@ class Operations:
                 seqno=found.stream.next_seqno - 1,
                 high_seqno=parts[found.stream.vb_id].committed_seqno,
                 lag_items=lag_of(found.stream, parts[found.stream.vb_id].committed_seqno),
+                vb_uuid=str(version_at(parts[found.stream.vb_id], found.stream.next_seqno - 1)),
+                asked_vb_uuid=str(found.stream.asked_vb_uuid),
+                asked_seqno=found.stream.start_seqno,
                 unacked_bytes=found.producer.unacked_bytes,
                 window_bytes=found.producer.window_bytes,
                 bytes_per_s=None if (rate := found.stream.rate) is None else rate.bytes_per_s,
@@ -381,6 +384,12 @@ class Operations:
 def lag_of(stream: ActiveStream, committed_seqno: int) -> int:
     """Return how many seqnos a stream still has to send."""
     return max(0, min(committed_seqno, stream.end_seqno) - (stream.next_seqno - 1))
+
+
+def version_at(part: Partition, seqno: int) -> int:
+    """Return the vb_uuid of the version in which a seqno lies."""
+    entries = part.failover.entries
+    return next((each.vb_uuid for each in entries if each.seqno <= seqno), entries[-1].vb_uuid)
 
 
 def _name(producer: Producer) -> str:

@@ -117,6 +117,11 @@ class StreamRow(Struct):
     seqno: Annotated[Seqno, Meta(description="Everything up to here was sent.")]
     high_seqno: Seqno
     lag_items: Annotated[Count, Meta(description="Seqnos that are still to be sent.")]
+    vb_uuid: Annotated[
+        VbUuid, Meta(description="The version in which `seqno` lies, by the failover log of now.")
+    ]
+    asked_vb_uuid: Annotated[VbUuid, Meta(description="The version that it asked with; 0: none.")]
+    asked_seqno: Annotated[Seqno, Meta(description="The seqno that it asked with.")]
     unacked_bytes: Annotated[int, Meta(description="Of the whole connection.")]
     window_bytes: Annotated[Count, Meta(description="The flow-control window; 0: none.")]
     bytes_per_s: Annotated[Count | None, Meta(description="Its speed limit; 0: stalled.")]

@@ -13,7 +13,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dcp.server.config.settings import Settings
 from dcp.server.operate.reports import Count, Seqno, UnixTime, VbId, VbUuid
 from dcp.server.report.consumer_watch import STATES, WatchedConsumer
 from dcp.server.report.metric_sources import MetricSources
@@ -188,7 +187,10 @@ class ConsumerRow(msgspec.Struct):
     lag_items: Annotated[Count, Meta(description="Seqnos that are still to be sent.")]
     lag_s: Annotated[
         float,
-        Meta(description="Age of the oldest one, to within a sample; 0: none is older than that."),
+        Meta(
+            description="Age of the oldest change that it was not sent, or has not acknowledged, to"
+            " within a sample; 0: none is older than that."
+        ),
     ]
     seqnos_per_s: Annotated[float, Meta(description="How fast its streams move on.")]
     unacked_bytes: int
@@ -217,10 +219,9 @@ class ConsumerList(msgspec.Struct):
 class ConsoleView:
     """See the module."""
 
-    def __init__(self, sources: MetricSources, sampler: Sampler, settings: Settings) -> None:
+    def __init__(self, sources: MetricSources, sampler: Sampler) -> None:
         self._sources = sources
         self._sampler = sampler
-        self._settings = settings
         self._boot = secrets.token_hex(4)
         self._made_for = -1
         """The sample that the kept bytes belong to."""
@@ -321,7 +322,7 @@ class ConsoleView:
         )  # fmt: skip
 
     def _gauges(self) -> list[Gauge]:
-        sources, settings = self._sources, self._settings
+        sources, settings = self._sources, self._sources.about.live.now
         keyspace, cache = sources.engine.keyspace, sources.engine.item_cache
         disk = self._sampler.disk.last
         log_bytes = None if disk is None else disk.log_bytes

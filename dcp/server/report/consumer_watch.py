@@ -20,6 +20,7 @@ from collections.abc import Collection
 from typing import Final
 
 from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.sample_ring import SAMPLES_KEPT, SampleRing
 from dcp.server.operate.operations import lag_of
 from dcp.server.report.change_ages import ChangeAges
@@ -51,7 +52,7 @@ class WatchedConsumer:
         self.streams = 0
         self.lag_items = 0
         self.lag_s = 0.0
-        """Age of the oldest change that it was not sent."""
+        """Age of the oldest change that it has not acknowledged, or was not sent."""
         self.seqnos_per_s = 0.0
         """How fast its streams move on."""
         self.unacked_bytes = 0
@@ -187,7 +188,9 @@ class ConsumerWatch:
         consumer.user = connection.session.state.user or ""
         consumer.unacked_bytes = producer.unacked_bytes
         consumer.window_bytes = producer.window_bytes
-        consumer.lag_s = self._ages.oldest_s(behind, time.monotonic())
+        consumer.lag_s = max(
+            self._ages.oldest_s(behind, time.monotonic()), producer.unacked_s(elapsed_ns())
+        )
         consumer.bytes_per_s = min(limits, default=None)
         consumer.measured(streams, phases, lag_items, passed_seqnos, now_s)
         return streams

@@ -26,6 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
 
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operate.operations import lag_of
 from dcp.server.report.cluster_metrics import CLUSTER_METRICS, unwritable
@@ -91,7 +92,7 @@ def _lag_seconds(of: MetricSources, producer: Producer) -> float:
         for each in producer.streams()
         if lag_of(each, parts[each.vb_id].committed_seqno)
     )
-    return of.ages.oldest_s(behind, time.monotonic())
+    return max(of.ages.oldest_s(behind, time.monotonic()), producer.unacked_s(elapsed_ns()))
 
 
 def _noop_seconds(_of: MetricSources, producer: Producer) -> float | None:
@@ -405,8 +406,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_stream_lag_seconds", "gauge", "seconds", ("consumer",),
-        "Age of the oldest change that a consumer's streams have not sent yet, to within two"
-        " seconds; 0 for one that follows live.",
+        "Age of the oldest change that a consumer was not sent, or has not acknowledged, to within"
+        " two seconds; 0 for one that follows live.",
         "above what the application bears, and rising: the consumer is too slow, or stuck",
         _by_consumer(_lag_seconds),
     ),

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from dcp.server.observe.sample_ring import SAMPLE_S, SampleRing
 from dcp.server.report.consumer_watch import ConsumerWatch
 from dcp.server.report.disk_use import DiskGauge
 from dcp.server.report.metric_sources import MetricSources
+from vbucket.engine.partition import Partition, VbState
 
 FIGURES: Final = (
     "sets_per_s", "gets_per_s", "events_per_s",
@@ -45,6 +46,33 @@ class _Rate:
         """Return the rate since the last call."""
         moved, self._before = count - self._before, count
         return moved / elapsed_s if elapsed_s > 0 else math.nan
+
+
+class OwnChanges:
+    """Counts the changes that this node made as master, from the seqnos of its partitions.
+
+    The log has more entries: those of other masters that it copies, and what it notes of elections.
+    A partition counts from the second look on at which it is active in the same version.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, int]] = {}
+        """Active partition -> version, committed seqno."""
+
+    def since_last(self, partitions: Iterable[Partition]) -> int:
+        """Return how many were committed since the last call."""
+        now = {
+            part.vb_id: (part.vb_uuid, part.committed_seqno)
+            for part in partitions
+            if part.state is VbState.ACTIVE
+        }
+        before, self._before = self._before, now
+        moved = 0
+        for vb_id, (vb_uuid, seqno) in now.items():
+            version, seqno_before = before.get(vb_id, (vb_uuid, seqno))
+            if version == vb_uuid:
+                moved += seqno - seqno_before
+        return moved
 
 
 class _Recent:
@@ -89,7 +117,8 @@ class Sampler:
         self.consumers = ConsumerWatch(sources.engine, sources.connections, sources.ages)
         self.disk = DiskGauge(sources.about.data_dir)
         self.is_stopped = False
-        self._sets, self._gets, self._events = _Rate(), _Rate(), _Rate()
+        self._changes = OwnChanges()
+        self._gets, self._events = _Rate(), _Rate()
         self._answers = _Recent(sources.meter.answer_seconds)
         self._syncs = _Recent(sources.meter.sync_seconds)
         self._last_s = time.monotonic()
@@ -113,12 +142,13 @@ class Sampler:
         """Take one sample."""
         now_s, time_s = time.monotonic(), time.time()
         elapsed_s, self._last_s = now_s - self._last_s, now_s
-        engine, meter = self._sources.engine, self._sources.meter
+        engine = self._sources.engine
         self.disk.refresh(now_s)
         self._sources.ages.sample(now_s, (part.high_seqno for part in engine.partitions))
         self.consumers.measure(time_s)
+        changes = self._changes.since_last(engine.partitions)
         row = [
-            self._sets.of(meter.changes, elapsed_s),
+            changes / elapsed_s if elapsed_s > 0 else math.nan,
             self._gets.of(engine.gets, elapsed_s),
             self._events.of(engine.streamed_seqnos, elapsed_s),
             *self._answers.quantiles_ms(0.5, 0.99),

@@ -35,6 +35,9 @@ Rows = list[tuple[str, str]]
 STREAMS_SHOWN_MAX: Final = 1024
 """Streams of one answer to STAT `dcp`, nine rows each. `dcpctl streams` shows all."""
 
+_CONNECTION_PREFIX: Final = "eq_dcpq:"
+"""Before the name of a DCP connection, as kv_engine writes it."""
+
 
 class Stats:
     """See the module."""
@@ -73,6 +76,8 @@ class Stats:
             return None if argument else collect()
         if group == "dcp":
             return self._dcp(argument)
+        if group == "dcp-vbtakeover":
+            return self._takeover(argument)
         if group == "seqno-at":
             return _seqno_at(self._engine, argument.split(" "))
         if group == "version-log" and not argument:
@@ -194,7 +199,7 @@ class Stats:
         for connection in self._connections:
             producer = connection.session.state.producer
             if producer is not None:
-                name = f"eq_dcpq:{producer.name.decode('utf-8', 'replace')}"
+                name = f"{_CONNECTION_PREFIX}{producer.name.decode('utf-8', 'replace')}"
                 rows += [
                     (f"{name}:type", "producer"),
                     (f"{name}:num_streams", str(producer.stream_count)),
@@ -207,6 +212,45 @@ class Stats:
                     part = self._engine.partitions[stream.vb_id]
                     rows += _stream_rows(name, producer, stream, part)
         return rows
+
+    def _takeover(self, argument: str) -> Rows | None:
+        """Answer "dcp-vbtakeover VB" or "dcp-vbtakeover VB NAME": how much a partition's copy, or a
+        stream of the connection NAME, still takes. NAME may begin with eq_dcpq:, as STAT `dcp`
+        shows it.
+        """
+        number, _, name = argument.partition(" ")
+        if not is_decimal(number) or int(number) >= NUM_VBUCKETS:
+            return None
+        part = self._engine.partitions[int(number)]
+        wanted = name.removeprefix(_CONNECTION_PREFIX)
+        in_memory = part.committed_seqno - part.persisted_seqno
+        # Deletions are not counted; each that is stored has a seqno above the purged ones.
+        deletions_max = max(0, part.persisted_seqno - part.purge_seqno - part.item_count)
+        rows = [
+            ("vb_items", str(part.item_count)),
+            ("on_disk_deletes", str(deletions_max)),
+            ("chk_items", str(in_memory)),
+        ]
+        stream = self._stream_of(wanted, part.vb_id) if wanted else None
+        if stream is None:
+            estimate = part.item_count + deletions_max + in_memory
+            return [*rows, ("status", "does_not_exist"), ("estimate", str(estimate))]
+        left = lag_of(stream, part.committed_seqno)
+        return [
+            *rows,
+            ("name", _CONNECTION_PREFIX + wanted),
+            ("status", "backfilling" if stream.is_backlog else "in-memory"),
+            ("estimate", str(left)),
+            ("backfillRemaining", str(left if stream.is_backlog else 0)),
+        ]
+
+    def _stream_of(self, name: str, vb_id: int) -> ActiveStream | None:
+        """Return a stream of a partition on the connection with a name."""
+        for connection in self._connections:
+            producer = connection.session.state.producer
+            if producer is not None and producer.name.decode("utf-8", "replace") == name:
+                return next((each for each in producer.streams() if each.vb_id == vb_id), None)
+        return None
 
 
 def _streams_shown(argument: str) -> int | None:

@@ -45,7 +45,7 @@ class Backpressure:
         on_change: Callable[[Pressure, str], None],
     ) -> None:
         self._engine = engine
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._why = why
         self._on_change = on_change
         self._timer: asyncio.TimerHandle | None = None
@@ -57,7 +57,7 @@ class Backpressure:
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
             self._engine.let_writers_wait()
-            self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._refuse)
+            self._timer = asyncio.get_running_loop().call_later(self.wait_s, self._refuse)
             self._on_change(self.pressure, "")
         elif not is_full and self.pressure is not Pressure.ROOM:
             self.pressure = Pressure.ROOM

@@ -105,11 +105,10 @@ class Compaction:
         self._log = log
         self._kick = kick
         self._refresh_store = refresh_store
-        self._interval_s = settings.compact_interval_s
+        self.interval_s = settings.compact_interval_s
         self.windows = windows_of(
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
         )
-        self._inflow_bytes = MERGES_BETWEEN * settings.memtable_bytes
         self._turn = asyncio.Lock()
         self._standing: dict[ActiveStream, tuple[int, float]] = {}
         """Streams that hold a step back -> their position, and since when they are there."""
@@ -130,7 +129,7 @@ class Compaction:
         """
         while True:
             if self._engine.keyspace.merged_group == self._planned_group:
-                await self._merging.wait(self._interval_s)
+                await self._merging.wait(self.interval_s)
             self._planned_group = self._engine.keyspace.merged_group
             try:
                 async with self._turn:
@@ -187,7 +186,8 @@ class Compaction:
         while todo:
             plan = partial(
                 StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
-                inflow_bytes=self._inflow_bytes, is_forced=is_forced,
+                inflow_bytes=MERGES_BETWEEN * self._engine.keyspace.memtable_bytes_max,
+                is_forced=is_forced,
             )  # fmt: skip
             report = await self._asked(Work.PLAN, plan)
             steps += report.steps

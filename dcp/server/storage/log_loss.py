@@ -70,7 +70,7 @@ def newest(data_path: Path) -> int:
 def lost_words(loss: LogLoss, most: int = 20) -> str:
     """Describe which seqnos are lost; at most `most` partitions are named."""
     named = [
-        f"vb {vb_id}: {first} to {last}" if last > first else f"vb {vb_id}: {first}"
+        f"partition {vb_id}: {first} to {last}" if last > first else f"partition {vb_id}: {first}"
         for vb_id, (first, last) in list(loss.seqnos.items())[:most]
     ]
     more = len(loss.seqnos) - len(named)

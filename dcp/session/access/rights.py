@@ -211,7 +211,7 @@ MESSAGES_TO_CONSUMERS: Final = (
     Opcode.DCP_ADD_STREAM, Opcode.DCP_STREAM_END, Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_MUTATION,
     Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SET_VBUCKET_STATE,
     Opcode.DCP_SYSTEM_EVENT, Opcode.DCP_PREPARE, Opcode.DCP_COMMIT, Opcode.DCP_ABORT,
-    Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_OSO_SNAPSHOT,
+    Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_OSO_SNAPSHOT, Opcode.DCP_NOOP,
 )  # fmt: skip
 """What this server refuses from others, because it is a producer."""
 
@@ -220,7 +220,7 @@ NEEDS: Final[dict[int, Need]] = {
         (
             Opcode.HELLO, Opcode.SASL_LIST_MECHS, Opcode.SASL_AUTH, Opcode.SASL_STEP,
             Opcode.SELECT_BUCKET, Opcode.GET_CLUSTER_CONFIG, Opcode.GET_ERROR_MAP, Opcode.NOOP,
-            Opcode.VERSION, Opcode.VERBOSITY, Opcode.QUIT, Opcode.QUITQ, Opcode.DCP_NOOP,
+            Opcode.VERSION, Opcode.VERBOSITY, Opcode.QUIT, Opcode.QUITQ,
             Opcode.GET_COLLECTIONS_MANIFEST, Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID,
         ),
         _NO_NEED,

@@ -392,7 +392,8 @@ def test_versions_missing_end_stream_and_nothing_turns_for_ever(
     assert (parse_stream_end(end), end.opaque) == (EndReason.BACKFILL_FAILED, 6)
     [damage] = master.feed.damages
     assert (
-        "vb 0: versions between seqno 1 and 3 are missing (history floor 0), so member r" in damage
+        "partition 0: versions between seqno 1 and 3 are missing (history floor 0), so member r"
+        in damage
     )
     master.put(1, b"others go on")
     master.commit()
@@ -408,14 +409,14 @@ def test_damaged_history_ends_one_stream_and_says_so(monkeypatch: pytest.MonkeyP
 
     def damaged(self, part, *rest):  # type: ignore[no-untyped-def]
         if part.vb_id == 0:
-            raise StoreDamagedError("block 7 of vb 0: its checksum is wrong")
+            raise StoreDamagedError("block 7 of partition 0: its checksum is wrong")
         return read(self, part, *rest)
 
     monkeypatch.setattr(type(master.engine.versions), "entries", damaged)
     master.open(0, 1)
     frames = master.frames()
     assert [f.vb_id for f in frames if f.opcode == Opcode.DCP_STREAM_END] == [0]
-    assert master.feed.damages == ["block 7 of vb 0: its checksum is wrong"]
+    assert master.feed.damages == ["block 7 of partition 0: its checksum is wrong"]
     assert told([unpack_entries(f) for f in frames if f.opcode == Opcode.X_REPLICA_ENTRIES]) == [
         (1, [1])
     ]

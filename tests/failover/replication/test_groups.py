@@ -357,7 +357,9 @@ def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     put(copies, 2)
     copies.a.commit()
     (group,) = groups_to(copies, "b")
-    assert (b"\0more" in group, b"\0k" in group) == (False, True), "vb 1 is behind, vb 2 is not"
+    assert (b"\0more" in group, b"\0k" in group) == (False, True), (
+        "partition 1 is behind, partition 2 is not"
+    )
     copies.rest()
     assert copies.problems == [], "nothing was sent twice or left out"
     for vb_id in (1, 2):
@@ -382,7 +384,7 @@ def test_entries_of_a_whole_group_are_checked_for_each_partition() -> None:
         pack_deletion(vb_id=3, key=b"\0k", cas=9, seqno=2, rev_seqno=2, prev_seqno=1, epoch=2)
     )
     changes, ends = checked_group(b"".join(entries), {1: 4, 3: 0}, {1: 2, 3: 2}, no_check, 100)
-    assert ends == {1: 6, 3: 2}, "vb 9 is not followed"
+    assert ends == {1: 6, 3: 2}, "partition 9 is not followed"
     assert [(change[0], change[3], change[6]) for change in changes] == [
         (1, 5, True), (3, 1, True), (1, 6, True), (3, 2, False),
     ]  # fmt: skip
@@ -489,7 +491,7 @@ def test_a_group_is_applied_wholly_or_not_at_all() -> None:
     sent_by_a(copies, [mutation(0, 1), mutation(1, 1), mutation(1, 3)])
     assert copies.b.engine.partitions[0].high_seqno == 0
     copies.move()
-    assert "vb 1: seqno 3 follows 1" in copies.problems[0]
+    assert "partition 1: seqno 3 follows 1" in copies.problems[0]
 
 
 def test_reopened_stream_takes_no_group_made_before() -> None:

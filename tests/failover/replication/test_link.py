@@ -185,7 +185,7 @@ def test_a_rollback_without_a_seqno_closes_the_link() -> None:
     line = Line()
     opaque = line.ask(1)
     line.answer(Opcode.DCP_STREAM_REQ, Status.ROLLBACK, opaque=opaque, value=b"123")
-    assert line.link.problem == "vb 1: ROLLBACK without a seqno"
+    assert line.link.problem == "partition 1: ROLLBACK without a seqno"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_message_is_applied_wholly_or_not_at_all() -> None:
     line = Line()
     one, two = line.follow(1), line.follow(2)
     line.message(entries(1, one, 1, 2), entries(2, two, 1, 3))
-    assert line.link.problem == "message 1, vb 2: seqno 3 follows 1"
+    assert line.link.problem == "message 1, partition 2: seqno 3 follows 1"
     assert line.side.high == {0: 0, 1: 0, 2: 0, 3: 0}
     assert line.acks() == []
 
@@ -239,7 +239,7 @@ def test_a_partition_has_one_section_in_a_message(twice: tuple[int, ...]) -> Non
     line = Line()
     opaque = line.follow(1)
     line.message(entries(1, opaque, 1), entries(1, opaque, *twice))
-    assert line.link.problem == "message 1, vb 1: the partition has two sections"
+    assert line.link.problem == "message 1, partition 1: the partition has two sections"
     assert line.side.high[1] == 0
 
 

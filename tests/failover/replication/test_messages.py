@@ -162,7 +162,7 @@ HEAD = 22
     ("value", "text"),
     [
         (bytes(HEAD - 1), "its last section is cut"),
-        (bytes(HEAD - 1) + b"\x01", "vb 0: 1 bytes of entries, fewer follow"),
+        (bytes(HEAD - 1) + b"\x01", "partition 0: 1 bytes of entries, fewer follow"),
         (bytes(HEAD - 1) + b"\x05" + bytes(5), "do not add up"),
     ],
 )
@@ -239,7 +239,7 @@ LONG = change(5, value=bytes(VALUE_BYTES_MAX + ENTRY_OVERHEAD_BYTES_MAX))
         ([change(5), change(7)], "seqno 7 follows 5"),
         ([change(5), change(5)], "seqno 5 follows 5"),
         ([change(0)], "seqno 0 follows 4"),
-        ([change(5, vb_id=4)], "an entry of vb 4 in the section of vb 3"),
+        ([change(5, vb_id=4)], "an entry of partition 4 in the section of partition 3"),
         ([change(5, epoch=3)], "leader epoch 3, outside 0 to 2"),
         ([change(5, epoch=2), change(6, epoch=1)], "seqno 6 has leader epoch 1, outside 2 to 2"),
         ([LONG], "at most 2024 are allowed"),

@@ -208,7 +208,7 @@ def test_record_that_cant_be_read_changes_nothing_and_told_once() -> None:
     for node in cluster.nodes.values():
         notices = [item.text for item in node.told(Notice)]
         assert len(notices) == 2, "once for each state of the key"
-        assert notices[0].startswith("vb 1 stays as it is (leader epoch 2, master a): key ")
+        assert notices[0].startswith("partition 1 stays as it is (leader epoch 2, master a): key ")
     assert cluster.a.part.state == VbState.ACTIVE
     cluster.a.put()
     cluster.run(200 * MS)
@@ -245,7 +245,7 @@ def test_a_store_that_was_set_back_is_not_followed() -> None:
     cluster.show(cluster.a)
     assert VB not in cluster.a.core.records, "its own log says that epoch 3 began"
     (notice,) = cluster.a.told(Notice)
-    assert "vb 1 stays as it is (leader epoch 3, master not known)" in notice.text
+    assert "partition 1 stays as it is (leader epoch 3, master not known)" in notice.text
     cluster.write(replace(old, epoch=9, master="b"))
     cluster.run(LONG)
     assert cluster.a.part.leader_epoch == 9

@@ -148,7 +148,7 @@ def test_replica_that_cannot_truncate_leaves_and_is_filled_anew() -> None:
     reconcile(cluster, 300 * MS)
     assert cluster.a.part.high_seqno == 3, "as long as it is in sync, it may be elected"
     (notice,) = cluster.a.told(Notice)
-    assert "vb 1 cannot go back to seqno 1, as its master asks" in notice.text
+    assert "partition 1 cannot go back to seqno 1, as its master asks" in notice.text
     assert "when it has left the in-sync set" in notice.text
     assert cluster.refused == [], "other partitions go on"
     cluster.write(shrink(cluster.record, "a"))

@@ -192,7 +192,7 @@ class Flush:
         part = self._engine.partitions[vb_id]
         if part.state == VbState.FENCED or Hold.REPLICATION in part.holds:
             why = part.holds.get(Hold.REPLICATION, "its replicas have not confirmed its master")
-            raise RefusedError(Status.ETMPFAIL, f"vb {part.vb_id}: {why}")
+            raise RefusedError(Status.ETMPFAIL, f"partition {part.vb_id}: {why}")
         end_seqno = self._end_seqnos[vb_id]
         keys: list[bytes] = []
         if part.item_count and end_seqno:

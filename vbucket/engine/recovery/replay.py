@@ -99,7 +99,7 @@ class Replay:
             key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
             key = entry[key_at : key_at + head.key_bytes]
             _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
-            assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
+            assert seqno > part.high_seqno, f"{head.vb_id} at {part.high_seqno}: replay {seqno}"
             assert head.epoch <= part.leader_epoch, "no entry is of a later epoch"
             was_live = self._presumed.was_document(part, key, head.prev_seqno)
             if (head.opcode == MUTATION) != was_live:

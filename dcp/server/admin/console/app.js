@@ -9,11 +9,19 @@ import { PartitionsPage } from "./page-partitions.js";
 import { ChangesPage } from "./page-changes.js";
 import { ConsumersPage } from "./page-consumers.js";
 import { DocumentsPage } from "./page-documents.js";
-import { BackupsPage, CollectionsPage, LogPage, SettingsPage, UsersPage } from "./page-manage.js";
-import { BenchPage } from "./page-bench.js";
 
 const reads = (me) => me.may.read_documents;
 const operates = (me) => me.may.operate;
+
+// Pages that few people open are loaded when somebody does.
+const loaded = (file, name) => function Loaded(props) {
+  const [View, setView] = useState(null);
+  const [error, setError] = useState(null);
+  useEffect(() => { import(file).then((module) => setView(() => module[name]), setError); }, []);
+  if (error) return html`<${Notice} error=${error} />`;
+  return View ? html`<${View} ...${props} />` : html`<p class="loading" role="status">Loading…</p>`;
+};
+const MANAGE = "./page-manage.js";
 const PAGES = [
   { id: "overview", title: "Overview", view: OverviewPage, shows: "overview", group: "Server" },
   { id: "cluster", title: "Cluster", view: ClusterPage, shows: "none", group: "Server" },
@@ -21,12 +29,12 @@ const PAGES = [
   { id: "documents", title: "Documents", view: DocumentsPage, shows: "none", group: "Data", needs: reads },
   { id: "changes", title: "Changes", view: ChangesPage, shows: "none", group: "Data", needs: reads },
   { id: "consumers", title: "Consumers", view: ConsumersPage, shows: "consumers", group: "Data" },
-  { id: "collections", title: "Collections", view: CollectionsPage, shows: "none", group: "Data" },
-  { id: "users", title: "Users", view: UsersPage, shows: "none", group: "Manage", needs: operates },
-  { id: "backups", title: "Backups", view: BackupsPage, shows: "none", group: "Manage" },
-  { id: "settings", title: "Settings", view: SettingsPage, shows: "none", group: "Manage", needs: operates },
-  { id: "log", title: "Log", view: LogPage, shows: "none", group: "Manage", needs: operates },
-  { id: "bench", title: "Test bench", view: BenchPage, shows: "none", group: "Manage",
+  { id: "collections", title: "Collections", view: loaded(MANAGE, "CollectionsPage"), shows: "none", group: "Data" },
+  { id: "users", title: "Users", view: loaded(MANAGE, "UsersPage"), shows: "none", group: "Manage", needs: operates },
+  { id: "backups", title: "Backups", view: loaded(MANAGE, "BackupsPage"), shows: "none", group: "Manage", needs: operates },
+  { id: "settings", title: "Settings", view: loaded(MANAGE, "SettingsPage"), shows: "none", group: "Manage", needs: operates },
+  { id: "log", title: "Log", view: loaded(MANAGE, "LogPage"), shows: "none", group: "Manage", needs: operates },
+  { id: "bench", title: "Test bench", view: loaded("./page-bench.js", "BenchPage"), shows: "none", group: "Manage",
     needs: (me) => me.is_test_mode && me.may.operate },
 ];
 const POINTS_MAX = 1800; // an hour

@@ -1,9 +1,11 @@
 // Consumers: DCP connections by name, how far behind they are, and what to do about it.
 
 import { html, useState } from "./vendor-htm-preact.js";
-import { ask } from "./api.js";
+import { ask, query } from "./api.js";
 import { Chart } from "./chart.js";
 import { Field, bytes, clock, duration, fieldsOf, plural, short, useAct, useConfirm, useId, whole } from "./parts.js";
+
+const ROWS_MAX = 50; // streams of one consumer
 
 const MEANINGS = {
   live: "It has everything and gets changes as they come.",
@@ -43,6 +45,32 @@ function Actions({ consumer, run, isRunning, confirm }) {
   </div>`;
 }
 
+// Which versions of the history its streams stand in: asked for when somebody wants to see them.
+function Versions({ name }) {
+  const [rows, setRows] = useState(null);
+  const [notice, run] = useAct();
+  const load = (event) => event.target.open && run(async () => {
+    setRows((await ask("GET", "/api/v1/streams" + query({ name }))).streams);
+  });
+  const isBehind = (row) => row.asked_vb_uuid !== "0" && row.asked_vb_uuid !== row.vb_uuid;
+  const moved = rows?.filter(isBehind).length ?? 0;
+  const shown = rows && [...rows].sort((a, b) => isBehind(b) - isBehind(a) || b.lag_items - a.lag_items || a.vb - b.vb).slice(0, ROWS_MAX);
+  return html`<details onToggle=${load}><summary>Versions of its streams</summary>${notice}
+    ${rows?.length === 0 && html`<p class="hint">It has no streams.</p>`}
+    ${rows?.length > 0 && html`<p class="hint">${plural(rows.length, "stream")}. ${moved === 0
+        ? "Each one stands in the version that it asked with, or began at 0."
+        : `${plural(moved, "stream has", "streams have")} gone on into a newer version than the one asked with.`}
+        ${rows.length > ROWS_MAX ? ` The first ${ROWS_MAX}:` : ""}</p>
+      <div tabindex="0" class="scroll"><table><caption class="hidden">Streams of ${name} with their versions</caption>
+        <thead><tr><th scope="col" class="number">Partition</th><th scope="col">Asked with</th><th scope="col">Stands in</th>
+          <th scope="col" class="number">Sent up to</th><th scope="col" class="number">Lag</th></tr></thead>
+        <tbody>${shown.map((row) => html`<tr key=${row.vb}><td class="number">${row.vb}</td>
+          <td>${row.asked_vb_uuid === "0" ? "none" : html`<code>${row.asked_vb_uuid}</code>`}<small>seqno ${whole(row.asked_seqno)}</small></td>
+          <td><code>${row.vb_uuid}</code></td>
+          <td class="number">${whole(row.seqno)}</td><td class="number">${whole(row.lag_items)}</td></tr>`)}</tbody></table></div>`}
+  </details>`;
+}
+
 function Consumer({ consumer, lags, may, now }) {
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
@@ -56,7 +84,7 @@ function Consumer({ consumer, lags, may, now }) {
       bytes(consumer.bytes_per_s)} a second for each stream.` : ""}</p>
     <dl class="facts">
       <div><dt>${isGone ? "Lag when it left" : "Lag"}</dt><dd>${plural(consumer.lag_items, "change")}</dd></div>
-      <div><dt>Oldest change not sent</dt><dd>${consumer.lag_s >= 1 ? `${duration(consumer.lag_s)} old` : "none that is old"}</dd></div>
+      <div><dt>Oldest not acknowledged</dt><dd>${consumer.lag_s >= 1 ? `${duration(consumer.lag_s)} old` : "none that is old"}</dd></div>
       <div><dt>Speed</dt><dd>${short(consumer.seqnos_per_s)} changes/s</dd></div>
       <div><dt>Not acknowledged</dt><dd>${bytes(consumer.unacked_bytes)}${
         consumer.window_bytes ? ` of ${bytes(consumer.window_bytes)}` : ", no flow control"}
@@ -71,6 +99,7 @@ function Consumer({ consumer, lags, may, now }) {
         : "none since the server started"}</dd></div>
     </dl>
     <${Chart} title="Lag over time" format=${short} times=${lags.times} series=${[["lag", lags.values]]} />
+    ${!isGone && consumer.streams > 0 && html`<${Versions} name=${consumer.name} />`}
     ${may.operate && !isGone && html`<${Actions} consumer=${consumer} run=${run} isRunning=${isRunning}
       confirm=${confirm} />`}
     ${notice}${dialog}
@@ -84,7 +113,7 @@ const isLate = (consumer) => ["blocked", "paused", "gone"].includes(consumer.sta
 function Summary({ consumers }) {
   return html`<div tabindex="0" class="scroll card flush"><table class="summary"><caption class="hidden">All consumers, the worst first</caption>
     <thead><tr><th scope="col">Consumer</th><th scope="col">State</th><th scope="col" class="number">Lag</th>
-      <th scope="col" class="number">Oldest not sent</th><th scope="col" class="number">Changes/s</th>
+      <th scope="col" class="number">Oldest not acknowledged</th><th scope="col" class="number">Changes/s</th>
       <th scope="col" class="hide-narrow">Window used</th><th scope="col" class="hide-narrow">Last rollback</th></tr></thead>
     <tbody>${[...consumers].sort(worstFirst).map((consumer) => html`<tr key=${consumer.name} class=${isLate(consumer) ? "row-bad" : ""}>
       <th scope="row">${consumer.name}</th>

@@ -1,4 +1,4 @@
-// Documents: the first hundred by key, one of them with its history, and a partition as of a seqno.
+// Documents: the first hundred by key, now or as of a moment, one with its history, a partition as of a seqno.
 
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
 import { ask, lines, query } from "./api.js";
@@ -48,8 +48,8 @@ function Editor({ title, version, onSave, onCancel, isRunning }) {
 // "2026-11-28T17:45" of a field, as Unix seconds; null: none.
 const momentOf = (text) => (text ? new Date(text).getTime() / 1000 : null);
 
-function Versions({ found, isRunning, onMore }) {
-  const [moment, setMoment] = useState("");
+function Versions({ found, isRunning, onMore, asOf }) {
+  const [moment, setMoment] = useState(asOf);
   const at = momentOf(moment);
   const then = at == null ? null : found.versions.find((version) => version.time_s <= at);
   return html`<div class="head"><h3>History</h3>
@@ -92,7 +92,7 @@ function useMasterElsewhere(isMember, found) {
   return master;
 }
 
-function Document({ found, setFound, may, onChanged, isMember }) {
+function Document({ found, setFound, may, onChanged, isMember, asOf }) {
   const master = useMasterElsewhere(isMember, found);
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
@@ -147,31 +147,37 @@ function Document({ found, setFound, may, onChanged, isMember }) {
     ${isEditing && html`<${Editor} title="Value" version=${found.is_there ? newest : null} onSave=${save}
       onCancel=${() => setEditing(false)} isRunning=${isRunning} />`}
     ${notice}${dialog}
-    ${found.versions.length > 0 && html`<${Versions} found=${found} isRunning=${isRunning} onMore=${more} />`}
+    ${found.versions.length > 0 && html`<${Versions} found=${found} isRunning=${isRunning} onMore=${more} asOf=${asOf} />`}
     ${found.versions.length === 0 && found.end && html`<p class="hint">${found.end}.</p>`}
   </section>`;
 }
 
 // The documents by key, a page at a time.
-function Listing({ collection, prefix, lookUp, changes }) {
+function Listing({ collection, prefix, lookUp, changes, asOf }) {
   const [notice, run, isRunning] = useAct();
   const [list, setList] = useState(null);
+  const newest = useRef(); // an answer that comes after that of a later question is dropped
   const load = (before) => run(async () => {
+    const mine = (newest.current = {});
     const found = await ask("GET", `${PATH}/sorted` + query({
-      collection, prefix, limit: PAGE_ROWS, position: before?.next }));
-    setList({ ...found, documents: [...(before?.documents ?? []), ...found.documents] });
+      collection, prefix, limit: PAGE_ROWS, position: before?.next, at: momentOf(asOf) }));
+    if (newest.current === mine) setList({ ...found, documents: [...(before?.documents ?? []), ...found.documents] });
   });
-  useEffect(() => { load(null); }, [collection, prefix, changes]);
+  useEffect(() => { load(null); }, [collection, prefix, changes, asOf]);
   return html`<section aria-labelledby="listing"><h2 id="listing" class="hidden">Documents by key</h2>
     ${notice}
     ${list?.unreadable.length > 0 && html`<p class="health bad">The stored data of these partitions is damaged,
       so their keys are missing: ${list.unreadable.join(", ")}.</p>`}
+    ${list?.too_new.length > 0 && html`<p class="notice warn" role="status">The history of${" "}
+      ${plural(list.too_new.length, "partition does", "partitions do")} not reach back so far, so documents are missing here.
+      ${list.kept_since_s ? ` Everything is kept since ${clock(list.kept_since_s)}.` : ""} The setting${" "}
+      <code>history_window</code> says how long versions are kept.</p>`}
     ${!list && isRunning && html`<p class="loading" role="status">Looking…</p>`}
     ${list && (list.documents.length === 0 ? html`<div class="card empty"><h2>No documents</h2>
-        <p>${prefix ? html`No key in ${collection} begins with <code>${prefix}</code>.` : `${collection} is empty.`}</p>
+        <p>${prefix ? html`No key in ${collection} begins with <code>${prefix}</code>` : `${collection} is empty`}${asOf ? " as of then" : ""}.</p>
         <pre tabindex="0">dcpctl set hello '{"n": 1}'</pre></div>`
       : html`<p class="hint" role="status">${list.next == null ? plural(list.documents.length, "document")
-          : `The first ${whole(list.documents.length)} documents`}, sorted by key.</p>
+          : `The first ${whole(list.documents.length)} documents`}, sorted by key${asOf ? `, as of ${clock(momentOf(asOf))}` : ""}.</p>
         <div tabindex="0" class="scroll card flush"><table class="documents"><caption class="hidden">Documents by key</caption>
           <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col" class="number hide-narrow">Size</th>
             <th scope="col" class="hide-narrow">Changed</th><th scope="col" class="number hide-narrow">Partition</th></tr></thead>
@@ -228,6 +234,7 @@ export function DocumentsPage({ may, args, cluster }) {
   const [found, setFound] = useState(null);
   const [collection, setCollection] = useState(args[0] || DEFAULT_COLLECTION);
   const [prefix, setPrefix] = useState("");
+  const [asOf, setAsOf] = useState("");
   const [changes, setChanges] = useState(0);
   const lookUp = (given) => run(async () => {
     setFound(null);
@@ -246,10 +253,12 @@ export function DocumentsPage({ may, args, cluster }) {
           onChange=${(event) => setPrefix(event.target.value)} /></div>
       <form onSubmit=${submit} class="fields"><${Field} label="Key" name="key" required maxlength="250" />
         <button disabled=${isRunning}>Look up</button></form>
+      <div class="field"><label for="doc-as-of">As of (empty: now)</label>
+        <input id="doc-as-of" type="datetime-local" step="1" value=${asOf} onChange=${(event) => setAsOf(event.target.value)} /></div>
     </div>
     ${notice}
-    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may} isMember=${cluster != null}
+    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may} isMember=${cluster != null} asOf=${asOf}
       onChanged=${() => setChanges((count) => count + 1)} />`}
-    <${Listing} ...${{ collection, prefix, lookUp, changes }} />
+    <${Listing} ...${{ collection, prefix, lookUp, changes, asOf }} />
     ${may.dump && html`<${AsOf} />`}`;
 }

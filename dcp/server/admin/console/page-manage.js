@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./vendor-htm-preact.js";
 import { ask, askForm } from "./api.js";
-import { Choice, Field, Notice, Segments, clock, duration, fieldsOf, plural, scopesOf, useAct, useConfirm, whole } from "./parts.js";
+import { Choice, Field, Notice, Segments, Tile, bytes, clock, duration, fieldsOf, plural, scopesOf, useAct, useConfirm, whole } from "./parts.js";
 
 // Loads something now and when `again` is called: [what was found, again, a notice if it failed].
 function useLoaded(load, ...keys) {
@@ -118,18 +118,58 @@ export function UsersPage() {
 
 // -- backups ----------------------------------------------------------------------------------------
 
+const OUTCOMES = { running: ["warn", "no end yet"], done: ["live", "done"], failed: ["bad", "failed"], damaged: ["bad", "damaged"] };
+
+const outcomeOf = ({ kind, result }) => (kind === "verify" && result === "done" ? ["live", "sound"] : OUTCOMES[result]);
+
+function BackupRow({ user, peer, report }) {
+  const [kind, text] = outcomeOf(report);
+  const isRun = report.kind === "run";
+  return html`<tr class=${kind === "bad" ? "row-bad" : ""}>
+    <td class="nowrap">${clock(report.started_s)}${report.ended_s != null
+      && html`<small>${duration(report.ended_s - report.started_s)}</small>`}</td>
+    <td>${isRun ? (report.run ? `run ${report.run}` : "run") : "check"}</td>
+    <td><span class="state ${kind}">${text}</span>${report.why && html`<small>${report.why}</small>`}
+      ${report.rollbacks > 0 && html`<small>history had branched in ${plural(report.rollbacks, "partition")}</small>`}</td>
+    <td class="value-cell"><code>${report.archive}</code><small>${report.host}, ${user} from ${peer}</small></td>
+    <td class="number hide-narrow">${isRun ? whole(report.partitions) : "–"}</td>
+    <td class="number hide-narrow">${whole(report.changes)}</td>
+    <td class="number hide-narrow">${bytes(report.stored_bytes)}${isRun && html`<small>of ${bytes(report.raw_bytes)}</small>`}</td></tr>`;
+}
+
+// An archive is well if its newest run is done, and the newest check found no damage.
+function ArchiveTile({ archive, reports, now }) {
+  const newest = (kind) => reports.find((one) => one.kind === kind && one.result !== "running");
+  const run = newest("run"), check = newest("verify");
+  const ago = (report) => `${outcomeOf(report)[1]}, ${duration(Math.max(0, now - report.ended_s))} ago`;
+  return html`<${Tile} name=${archive} value=${run ? (run.result === "done" ? `run ${run.run}` : "failed") : "no run yet"}
+    note=${`${run ? ago(run) : ""}; ${check ? `check: ${ago(check)}` : "never checked"}`} />`;
+}
+
 export function BackupsPage({ head }) {
-  const [status, , failed] = useLoaded(() => ask("GET", "/api/v1/status"), head.boot);
-  if (failed || !status) return failed || html`<${Loading} />`;
-  return html`<section class="card empty"><h2>Backups are made by dcpctl</h2>
-    <p>The server keeps no archive and no schedule: a backup is a consumer that writes what it reads to a folder or an
-      object store, of everything once, then of what has changed. So its runs and their results are with who runs it.</p>
-    <pre tabindex="0">dcpctl backup run DIR          # everything, then only what changed
-dcpctl backup list DIR         # the runs
-dcpctl backup verify DIR       # reads every file, and compares
-dcpctl restore DIR             # also as of a run, or into another server</pre>
-    <p class="hint">${plural(status.items, "document")} now. A run that is under way is on the page${" "}
-      <a href="#/consumers">Consumers</a>.</p></section>`;
+  const [found, , failed] = useLoaded(() => ask("GET", "/api/v1/backups"), head.sample);
+  if (failed || !found) return failed || html`<${Loading} />`;
+  if (found.backups.length === 0) {
+    return html`<section class="card empty"><h2>No backup yet</h2>
+      <p>A backup is a consumer that writes what it reads to a folder or an object store: everything once, then what
+        has changed. Its runs and checks are shown here.</p>
+      <pre tabindex="0">dcpctl backup run --archive DIR      # everything, then only what changed
+dcpctl backup verify --archive DIR   # reads every file, and compares
+dcpctl backup restore --archive DIR  # also as of a run, or into another server</pre></section>`;
+  }
+  const archives = new Map();
+  for (const { report } of found.backups) {
+    archives.set(report.archive_id, [...(archives.get(report.archive_id) ?? []), report]);
+  }
+  return html`<div class="tiles">${[...archives].map(([id, reports]) => html`<${ArchiveTile} key=${id}
+      archive=${reports[0].archive} reports=${reports} now=${head.time_s} />`)}</div>
+    <div tabindex="0" class="scroll card flush"><table class="backups"><caption class="hidden">Backups, the newest first</caption>
+      <thead><tr><th scope="col">Began</th><th scope="col">What</th><th scope="col">Result</th><th scope="col">Archive</th>
+        <th scope="col" class="number hide-narrow">Partitions</th><th scope="col" class="number hide-narrow">Changes</th>
+        <th scope="col" class="number hide-narrow">Stored</th></tr></thead>
+      <tbody>${found.backups.map((each) => html`<${BackupRow} key=${each.report.id} ...${each} />`)}</tbody></table></div>
+    <p class="hint">What <code>dcpctl backup</code> reported to this node. One without an end is under way (then it is on the
+      page <a href="#/consumers">Consumers</a>), or it was killed.</p>`;
 }
 
 // -- settings ---------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import msgspec
 from dcp.server.access.browser_sessions import CONSOLE_HEADER, BrowserSessions
 from dcp.server.access.users import Users
 from dcp.server.admin.answers import (
+    NUMBER_MAX,
     AdminError,
     QueryField,
     RouteSpec,
@@ -36,6 +37,7 @@ from dcp.server.admin.answers import (
     number_in,
     read_body,
     session_token_of,
+    unix_time,
     vb_of,
 )
 from dcp.server.admin.bodies import ConsoleState, May, Me, NoMembers
@@ -56,7 +58,6 @@ SHOWS: Final = ("overview", "partitions", "consumers", "none")
 BEAT_STEPS: Final = 4
 """Steps after which a tail tells that nothing happened: a page can tell silence from a lost link,
 and shows the rate of now."""
-SAMPLE_MAX: Final = 1 << 53
 _NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -88,8 +89,8 @@ def routes(console: ConsoleParts, users: Users, sessions: BrowserSessions) -> li
 
         query = request.query_params
         show = query.get("show", "none")
-        after = number_in(query.get("after", "0"), SAMPLE_MAX)
-        since_s = _time(query.get("since", "0"))
+        after = number_in(query.get("after", "0"), NUMBER_MAX)
+        since_s = unix_time(query.get("since", "0"))
         if show not in SHOWS:
             raise invalid(f'"show" is one of {", ".join(SHOWS)}, not {show[:30]!r}')
         if after is None or since_s is None:
@@ -305,12 +306,3 @@ class _Tail:
                 yield b"event: step\ndata: " + msgspec.json.encode(step) + b"\n\n"
             steps += 1
             await asyncio.sleep(STEP_S)
-
-
-def _time(text: str) -> float | None:
-    """Return a Unix time, None if the text is none."""
-    try:
-        value = float(text[:30])
-    except ValueError:
-        return None
-    return value if 0 <= value < SAMPLE_MAX else None

@@ -3,7 +3,7 @@
     GET    /api/v1/documents            ?key= &collection= &key_encoding= &older_than= &versions=
                                         the versions of a key that are kept, newest first
     GET    /api/v1/documents/keys       ?prefix= &collection= &limit= &position=
-    GET    /api/v1/documents/sorted     ?prefix= &collection= &limit= &position=
+    GET    /api/v1/documents/sorted     ?prefix= &collection= &limit= &position= &at=
                                         with the beginning of each value, sorted over all partitions
     PUT    /api/v1/documents            see `PutDocument`
     DELETE /api/v1/documents            see `DeleteDocument`
@@ -28,6 +28,7 @@ from dcp.server.admin.answers import (
     json_answer,
     number_in,
     read_body,
+    unix_time,
 )
 from dcp.server.admin.bodies import DeleteDocument, PutDocument
 from dcp.server.operate.document_desk import (
@@ -91,6 +92,7 @@ def routes(documents: Documents) -> list[RouteSpec]:
                 _COLLECTION, _ENCODING,
                 QueryField("limit", f"At most so many, up to {KEYS_AT_ONCE}.", "integer"),
                 QueryField("position", "`next` of the answer before."),
+                QueryField("at", "As of this Unix time, as far as history is kept.", "number"),
             ),
         ),
         RouteSpec(
@@ -149,6 +151,7 @@ class _Documents:
                 request.state.rights,
                 position=query.get("position", ""),
                 limit=_limit(query.get("limit"), KEYS_AT_ONCE, "limit"),
+                at_s=_moment(query.get("at")),
             )
         except (DocumentRefusedError, ViewRefusedError) as error:
             _refuse(request, "the documents cannot be listed", error)
@@ -248,6 +251,16 @@ def _number(text: str, maximum: int, name: str) -> int:
     if number is None:
         raise invalid(f'"{name}" must be a number from 0 to {maximum}, not {text[:30]!r}')
     return number
+
+
+def _moment(text: str | None) -> float | None:
+    """Return a Unix time; None: now."""
+    if text is None:
+        return None
+    moment_s = unix_time(text)
+    if moment_s is None:
+        raise invalid(f'"at" is a Unix time, not {text[:30]!r}')
+    return moment_s
 
 
 def _limit(text: str | None, maximum: int, name: str) -> int:

@@ -1,7 +1,7 @@
 """How the server was started, and what it has logged lately: for people without its terminal.
 
     GET /api/v1/settings         every setting with its value, its default and what it means
-    PUT /api/v1/settings/{key}   another value, until the server ends; for those of LIVE
+    PUT /api/v1/settings/{key}   another value, until the server ends; for those that are live
     GET /api/v1/log              the last lines of the log, the newest first
 
 All need the role admin: they tell paths and addresses.
@@ -10,11 +10,8 @@ All need the role admin: they tell paths and addresses.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import (
     AdminError,
@@ -26,8 +23,9 @@ from dcp.server.admin.answers import (
     read_body,
 )
 from dcp.server.admin.bodies import LogLine, LogLines, SettingRow, SettingTable, SettingValue
+from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import OPTIONS, shown
+from dcp.server.config.sources import OPTIONS, flag_of, shown
 from dcp.server.observe.event_log import LINES_KEPT, EventLog
 from dcp.session.access.rights import Role
 
@@ -38,23 +36,20 @@ if TYPE_CHECKING:
 PREFIX: Final = "/api/v1"
 _LOGIN: Final = re.compile("//[^/@]*@")
 """User and password in the URL of a metadata store."""
-LIVE: Final[dict[str, Callable[[EventLog, Any], None]]] = {"log_level": EventLog.set_level}
-"""Settings that can change while the server runs -> what makes them so."""
 
 
-def routes(settings: Settings, log: EventLog) -> list[RouteSpec]:
+def routes(live: LiveSettings, log: EventLog) -> list[RouteSpec]:
     """Return the routes."""
 
     def row_of(key: str) -> SettingRow:
-        value, default = shown(settings)[key], shown(Settings())[key]
+        value, default = shown(live.now)[key], shown(Settings())[key]
         doc = OPTIONS[key][1].doc
-        return SettingRow(key, _LOGIN.sub("//...@", value), default, doc, key in LIVE)
+        return SettingRow(key, _LOGIN.sub("//...@", value), default, doc, key in live.keys)
 
     async def table(_request: Request) -> Response:
         return json_answer(SettingTable([row_of(key) for key in sorted(OPTIONS)]))
 
     async def change(request: Request) -> Response:
-        nonlocal settings
         key = request.path_params["key"]
         wanted = (await read_body(request, SettingValue)).value
         if key not in OPTIONS:
@@ -64,20 +59,17 @@ def routes(settings: Settings, log: EventLog) -> list[RouteSpec]:
                 why="its name is not among them",
                 try_this="dcpctl config show lists them",
             )
-        if key not in LIVE:
+        if key not in live.keys:
             raise AdminError(
                 HTTPStatus.CONFLICT,
                 f"{key} stays as it is",
                 why="it is read when the server starts",
-                try_this=f"restart dcpd with it; live ones: {', '.join(LIVE)}",
+                try_this=f"restart with {flag_of(key)} {wanted[:100]}",
             )
-        field, option = OPTIONS[key]
         try:
-            value = option.parse(wanted, option)
+            live.change(key, wanted)
         except ValueError as error:
             raise invalid(f"{key} {error}") from error
-        LIVE[key](log, value)
-        settings = msgspec.structs.replace(settings, **{field: value})
         log.warning("setting changed", key=key, value=wanted)
         return json_answer(row_of(key))
 

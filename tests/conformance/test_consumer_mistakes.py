@@ -1,0 +1,131 @@
+"""Consumers with a mistake each: the scenario that is made for it finds it, and names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from clients.conformance.check import FAIL, PASS
+from clients.conformance.consumers.documents import BadLineError, Documents, difference
+from clients.conformance.consumers.scenario import SCENARIOS
+from clients.conformance.consumers.suite import play_one
+
+ROOT = Path(__file__).parents[2]
+CONSUMER = Path(__file__).with_name("raw_consumer.py")
+TIMEOUT_S = 4.0
+FOUND_BY = {
+    "ignores-rollback": ("rollback-to-the-middle", "it ignores ROLLBACK: sent back to 5"),
+    "keeps-undone": ("rollback-to-zero", "keeps what the server has undone"),
+    "skips-new-history": ("new-history-is-live", "it skips changes of the new history"),
+    "saves-inside-snapshot": ("rollback-inside-a-snapshot", "positions inside a snapshot as if"),
+    "ignores-deletions": ("deletions", "which were deleted or have expired"),
+    "keeps-on-restart": ("purge-passes-the-consumer", "a rollback to 0 empties the partition"),
+    "no-noop": ("noop-is-asked", "it does not answer NOOPs"),
+    "no-ack": ("more-than-a-window", "it never acknowledges bytes"),
+    "no-return": ("stream-ends-state-changed", "it does not come back after STREAM_END"),
+    "gives-up": ("temporary-failures", "it ended: exit code 1; its last words: a stream request"),
+    "rounds": ("seqnos-beyond-a-double", "it rounds seqnos"),
+    "splits": ("one-byte-at-a-time", "it ended: exit code 1"),
+    "silent": ("deletions", "at the end it lacks 10 documents"),
+    "floods": ("deletions", "it floods its standard output"),
+}
+"""Mistake -> the scenario, and what its report says."""
+
+
+def played(scenario: str, mistake: str = "", timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
+    command = [sys.executable, str(CONSUMER), *([mistake] if mistake else [])]
+    outcome = play_one(SCENARIOS[scenario], command, timeout_s=timeout_s)
+    return outcome.outcome, "\n".join([outcome.reason, *outcome.exchange])
+
+
+@pytest.mark.parametrize("mistake", FOUND_BY)
+def test_a_mistake_is_named(mistake: str) -> None:
+    scenario, sentence = FOUND_BY[mistake]
+    result, report = played(scenario, mistake)
+    assert result == FAIL, report
+    assert sentence in report
+
+
+@pytest.mark.parametrize("scenario", sorted({scenario for scenario, _ in FOUND_BY.values()}))
+def test_without_it_the_scenario_is_passed(scenario: str) -> None:
+    assert played(scenario, timeout_s=15.0) == (PASS, "")
+
+
+def judged(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "conformance", "consumer", *words],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_the_example_passes_on_one_node_and_on_three() -> None:
+    names = "unknown-version,rollback-inside-a-snapshot,odd-documents,cluster-loses-changes"
+    ran = judged(
+        "-j", "2", "--wait-for", "60", "--scenario", names, "-o", "json", "--",
+        sys.executable, "examples/sqlite_mirror.py",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    *results, summary = map(json.loads, ran.stdout.splitlines())
+    assert {each["check"].partition(".")[2] for each in results} == set(names.split(","))
+    assert summary["summary"][PASS] == 4
+
+
+def test_a_report_in_junit_has_the_mistake_and_the_packets() -> None:
+    ran = judged(
+        "--wait-for", "3", "--scenario", "rollback-to-the-middle", "-o", "junit", "--",
+        sys.executable, str(CONSUMER), "ignores-rollback",
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    (failure,) = ET.fromstring(ran.stdout).iter("failure")
+    assert failure.get("message", "").startswith("it ignores ROLLBACK")
+    assert "consumer DCP_STREAM_REQ vb 92" in (failure.text or "")
+
+
+def test_scenarios_are_listed_and_bad_names_are_told() -> None:
+    listed = judged("--list", "-o", "json")
+    names = [json.loads(line)["scenario"] for line in listed.stdout.splitlines()]
+    assert len(names) >= 40
+    assert set(names) == SCENARIOS.keys()
+    unknown = judged("--scenario", "nothing", "--", "true")
+    assert (unknown.returncode, "no scenario or group 'nothing'" in unknown.stderr) == (2, True)
+    absent = judged("--", "no-such-program")
+    assert (absent.returncode, "there is no program" in absent.stderr) == (2, True)
+    assert judged().returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"op": "sett"}', '"op" is set, delete or rollback'),
+        (b'{"op": "set", "vb": "92", "seqno": 1}', "whole numbers"),
+        (b'{"op": "set", "vb": 92, "seqno": 1, "key": "a"}', "are texts"),
+    ],
+)
+def test_a_line_that_cannot_be_judged_is_told(tmp_path: Path, line: bytes, why: str) -> None:
+    with pytest.raises(BadLineError, match=why):
+        Documents(tmp_path / "none").take_line(line)
+
+
+def test_documents_are_told_in_three_ways(tmp_path: Path) -> None:
+    documents = Documents(tmp_path / "documents.json")
+    for line in (
+        b"a log line",
+        b'{"op": "set", "vb": 1, "seqno": 1, "key": "a", "value": "1"}',
+        b'{"op": "set", "vb": 1, "seqno": 2, "key": "a", "value": "2"}',
+        b'{"op": "delete", "vb": 1, "seqno": 3, "key": "a"}',
+        b'{"op": "set", "vb": 1, "seqno": 4, "key": "b", "value": "x", "collection": "s.c"}',
+    ):
+        documents.take_line(line)
+    assert documents.held() == {}
+    documents.take_line(b'{"op": "rollback", "vb": 1, "seqno": 1}')
+    assert documents.held() == {"a": "1"}
+    documents.put("c", "3")
+    (tmp_path / "documents.json").write_text('{"d": "4"}')
+    assert documents.held() == {"a": "1", "c": "3", "d": "4"}
+    documents.put("c", None)
+    assert difference(documents.held(), {"a": "9", "e": "5"}) == (("e",), ("a",), ("d",))

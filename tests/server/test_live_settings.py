@@ -1,0 +1,55 @@
+"""Each setting that is live reaches the part that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dcp.server.config.live_settings import LiveSettings
+from dcp.server.config.settings import Settings
+from support.node_here import node_here
+
+CHANGES = {
+    "compact_interval": "3s", "connections_max": "50", "connections_per_user_max": "7",
+    "history_bytes": "3MiB", "history_window": "2h", "idle_timeout": "90s",
+    "item_cache_bytes": "2MiB", "log_level": "error", "memtable_bytes": "5MiB",
+    "purge_age": "4h", "receive_buffers_bytes_max": "64MiB", "send_buffers_bytes_max": "65MiB",
+    "slow_after": "5ms", "write_wait": "4s",
+}  # fmt: skip
+
+
+def test_every_live_setting_reaches_its_part(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with node_here(tmp_path, {}) as node:
+            assert node.live.keys == list(CHANGES)
+            for key, value in CHANGES.items():
+                node.live.change(key, value)
+                assert node.about.settings()[key] == value
+            windows, connections = node._compaction.windows, node.connections
+            assert windows == (7200 * 10**9, 3 << 20, 4 * 3600 * 10**9)
+            assert node._compaction.interval_s == 3
+            assert connections.newcomers.connections_max == 50
+            assert connections.receive_buffers.bytes_max == 64 << 20
+            assert connections.send_buffers.bytes_max == 65 << 20
+            assert node.access.logins.limits.connections_per_user_max == 7
+            assert node.access.idle_timeout_s == 90
+            assert node.engine.item_cache.bytes_max == 2 << 20
+            assert node.engine.keyspace.memtable_bytes_max == 5 << 20
+            assert node.meter.slow.slow_s == 0.005
+            assert node._backpressure.wait_s == 4
+
+    asyncio.run(go())
+
+
+def test_a_value_that_cannot_apply_changes_nothing() -> None:
+    def refuse(_value: int) -> None:
+        raise ValueError("must be less")
+
+    live = LiveSettings(Settings())
+    live.follow("connections_max", refuse)
+    for text, why in (("60", "must be less"), ("many", "must be a whole number")):
+        with pytest.raises(ValueError, match=why):
+            live.change("connections_max", text)
+    assert live.now == Settings()
