@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import Frame
-from failover.rules.history import FAILOVER_ENTRIES_SHOWN
+from failover.rules.history import FAILOVER_ENTRIES_MAX, FAILOVER_ENTRIES_SHOWN
 
 RANGES_MAX: Final = 128
 """Ranges remembered before they are thinned out."""
@@ -174,6 +174,14 @@ def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
     if not server_seqno:
         why = f"the server does not know version {before.vb_uuid}"
     return f"{why}: {', '.join(done) or 'no change is undone'}"
+
+
+def are_forgotten(known: Versions, server: Versions) -> bool:
+    """Whether a server with this failover log may have had a client's versions, and has dropped the
+    oldest of its own since. A shorter log is whole: then it is another history.
+    """
+    is_full = len(server) >= FAILOVER_ENTRIES_MAX
+    return is_full and {each for each, _ in known}.isdisjoint(each for each, _ in server)
 
 
 def _changes(after_seqno: int, last_seqno: int) -> str:

@@ -21,6 +21,7 @@ COUNTERS: Final = {
     "connections_lost": "Connections that broke or were closed because of a problem",
     "silent_connections": "Connections closed because an answer or a NOOP did not come",
     "rollbacks": "Rollbacks of a partition",
+    "versions_lost": "Rollbacks to 0 because the server keeps no version that the consumer knows",
     "checkpoints_ahead": "Positions above the server's high seqno (ERANGE)",
     "stream_ends": "Streams that ended before their requested end",
     "streams_failed": "Streams refused permanently; the partition is no longer streamed",
@@ -42,6 +43,7 @@ GAUGES: Final = {
 }
 _OF_NOTE: Final = {
     "rollback": "rollbacks",
+    "versions_lost": "versions_lost",
     "ahead": "checkpoints_ahead",
     "stream_failed": "streams_failed",
     "retry": "streams_retried",
@@ -56,7 +58,7 @@ class ConsumerMetrics:
     def __init__(self) -> None:
         self.changes = self.events = self.wire_bytes = 0
         self.connections = self.connections_lost = self.silent_connections = 0
-        self.rollbacks = self.checkpoints_ahead = 0
+        self.rollbacks = self.versions_lost = self.checkpoints_ahead = 0
         self.stream_ends = self.streams_failed = self.streams_retried = self.streams_moved = 0
         self.stalls = self.topology_changes = 0
         self.saves = self.saves_failed = self.positions_saved = 0

@@ -102,6 +102,9 @@ class ConsumerOptions:
     from_replicas: bool = False
     """Read from copies that are not masters: complete snapshots of what is committed, with the same
     positions. A copy that cannot serve a partition is passed over; the master comes last."""
+    rack: str = ""
+    """With `from_replicas`: the rack that the consumer is in, as nodes name theirs. Copies there
+    come first."""
     events_per_s: float | None = None
     """Maximum rate of events; None: no limit. Flow control then slows down the server."""
     buffer_bytes: int = BUFFER_BYTES
@@ -138,6 +141,7 @@ class ConsumerOptions:
             check_seconds("give_up_after_s", self.give_up_after_s, may_be_0=True)
         if self.events_per_s is not None:
             check_rate(self.events_per_s)
+        check_rack(self.rack, from_replicas=self.from_replicas)
         if self.vbuckets is not None and self.group is not None:
             raise ValueError("use either vbuckets or group: a group selects its own partitions")
         if self.store is not None:
@@ -182,6 +186,7 @@ class FollowArguments(TypedDict, total=False):
     group: Group | None
     until_now: bool
     from_replicas: bool
+    rack: str
     events_per_s: float | None
     buffer_bytes: int
     noop_interval_s: float
@@ -234,6 +239,12 @@ def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} {value!r}: it must be True or False")
+
+
+def check_rack(rack: object, *, from_replicas: bool) -> None:
+    """Check the rack of a consumer."""
+    if not isinstance(rack, str) or (rack and not from_replicas):
+        raise ValueError(f"rack {rack!r}: a text, and it goes with from_replicas=True")
 
 
 def check_seconds(

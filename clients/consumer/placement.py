@@ -71,7 +71,7 @@ class Placement:
         self._watch = MapWatch(self._dials, self.take_pushed)
         self._moves = Moves()
         self._spare: dict[Place, Link] = {}
-        self._copies = Copies() if options.from_replicas else None
+        self._copies = Copies(options.rack) if options.from_replicas else None
 
     @property
     def reads_copies(self) -> bool:

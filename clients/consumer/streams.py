@@ -41,7 +41,14 @@ from clients.event import (
     StreamOpened,
     SystemEvent,
 )
-from clients.position import Filter, Position, Versions, clipped, rollback_reason
+from clients.position import (
+    Filter,
+    Position,
+    Versions,
+    are_forgotten,
+    clipped,
+    rollback_reason,
+)
 from clients.streaming.cursor import Cursor
 from clients.streaming.mutations import Mutations, decoded
 from clients.streaming.outcome import (
@@ -273,7 +280,7 @@ class Note(NamedTuple):
     """An unusual event, which is logged, and counted in the metrics by kind."""
 
     kind: str
-    """rollback, stream_end_REASON, stream_failed, ahead, moved, retry, stall."""
+    """rollback, versions_lost, stream_end_REASON, stream_failed, ahead, moved, retry, stall."""
     vb_id: int
     text: str
 
@@ -559,6 +566,9 @@ class StreamRequests:
             reason = why or rollback_reason(before, asked.seqno, stream.seqno)
             text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
+            if not asked.seqno and are_forgotten(before.versions, asked.versions):
+                text = f"the server keeps its newest {len(asked.versions)} versions, and none of"
+                self.notes.append(Note("versions_lost", stream.vb_id, f"{text} this consumer's"))
             self.items.append(
                 Rollback(
                     stream.vb_id, stream.seqno, asked.seqno, before.seqno, reason, asked.versions

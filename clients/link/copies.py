@@ -1,16 +1,16 @@
 """Which copy of each partition a consumer with `from_replicas` reads. Pure.
 
-The copies that are not the master's come first, each partition with another one, so their nodes
-share the work. A copy that cannot serve a partition is passed over: the next copy has its turn, and
-the master comes last. After RETURN_S all begin with their first copy again, so masters carry
-nothing for long.
+The copies that are not the master's come first: those of the consumer's rack, then the others, each
+partition with another one, so their nodes share the work. A copy that cannot serve a partition is
+passed over: the next copy has its turn, and the master comes last. After RETURN_S all begin with
+their first copy again, so masters carry nothing for long.
 
 Positions are the same everywhere: a partition goes on where it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Final
 
 from clients.errors import UnsupportedError
@@ -23,7 +23,9 @@ RETURN_S: Final = 30.0
 class Copies:
     """See the module. Times are of any steady clock, in s."""
 
-    def __init__(self) -> None:
+    def __init__(self, rack: str = "") -> None:
+        """`rack`: copies there come first."""
+        self._rack = rack
         self._turns: dict[int, int] = {}
         """Partition -> how many copies were passed over. Those with none are not in it."""
         self.return_s: float | None = None
@@ -32,12 +34,14 @@ class Copies:
     def chosen(self, newest: Topology) -> Topology:
         """Return the map as if each partition were active on the copy whose turn it is."""
         rows = zip(newest.vbucket_map, newest.replica_map, strict=bool(newest.replica_map))
-        chosen = tuple(self._index_of(vb_id, *row) for vb_id, row in enumerate(rows))
+        near = {at for at, node in enumerate(newest.nodes) if node.rack == self._rack != ""}
+        chosen = tuple(self._index_of(vb_id, *row, near) for vb_id, row in enumerate(rows))
         return newest._replace(vbucket_map=chosen or newest.vbucket_map)
 
-    def _index_of(self, vb_id: int, master: int, replicas: tuple[int, ...]) -> int:
+    def _index_of(self, vb_id: int, master: int, replicas: tuple[int, ...], near: Set[int]) -> int:
         at = vb_id % max(1, len(replicas))
-        order = (*replicas[at:], *replicas[:at], *((master,) if master >= 0 else ()))
+        first = sorted((*replicas[at:], *replicas[:at]), key=lambda index: index not in near)
+        order = (*first, *((master,) if master >= 0 else ()))
         return order[self._turns.get(vb_id, 0) % len(order)] if order else master
 
     def pass_over(self, vb_ids: Iterable[int], now_s: float) -> None:

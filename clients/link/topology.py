@@ -48,6 +48,8 @@ class ClusterNode(NamedTuple):
     host: str
     kv_port: int
     mgmt_port: int = 0
+    rack: str = ""
+    """Where it is (Couchbase's serverGroup); "": the map does not say."""
 
     @property
     def place(self) -> Place:
@@ -180,7 +182,8 @@ def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple
         else:
             port = services.get("kv") or plain.get("ports", {}).get("direct")
             mgmt_port = services.get("mgmt")
-        nodes.append(ClusterNode(name, int(port), int(mgmt_port or 0)))
+        rack = str(ext.get("serverGroup") or "")
+        nodes.append(ClusterNode(name, int(port), int(mgmt_port or 0), rack))
     if len(nodes) != len(serving):
         raise ValueError(f"{len(serving)} nodes, but {len(nodes)} of them in nodesExt")
     return tuple(nodes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from clients import Consumer
+from clients import CheckpointFile, Consumer
 from clients.backup.archives.archive import open_archive
 from clients.cli.dcpctl import run
 from clients.event import Mutation, Rollback, StreamOpened
@@ -19,6 +20,8 @@ from vbucket.model.ids import vbucket_of
 KEY = b"often"
 VB = vbucket_of(KEY)
 FAILOVERS = 60
+FAILOVERS_MAX = 200
+"""After so many, none of the versions before is left."""
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +104,29 @@ def test_a_server_that_does_not_know_the_group_tells_no_more(
         frames = link.request_stat(version_log_group(VB))
     assert len(versions_of(frames, VB)) == FAILOVERS + 1
     assert versions_of(frames[:-2], VB) == (), "a row is missing"
+
+
+async def test_a_consumer_that_was_away_for_too_many_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointFile(tmp_path / "checkpoint")
+    with DcpdProcess(tmp_path / "data") as server:
+        with server.connect() as kv:
+            kv.set(KEY, b"v")
+        for failovers, lost in ((FAILOVERS_MAX - 1, 0), (FAILOVERS_MAX, 1)):
+            async with Consumer(
+                server.address, vbuckets=[VB], until_now=True, store=store
+            ) as consumer:
+                assert [event async for event in consumer]
+                await consumer.save()
+            for _ in range(failovers):
+                server.failover(VB)
+            with caplog.at_level("WARNING"):
+                async with Consumer(
+                    server.address, vbuckets=[VB], until_now=True, store=store
+                ) as consumer:
+                    events = [event async for event in consumer]
+            assert consumer.metrics.versions_lost == lost
+            assert sum(isinstance(event, Rollback) for event in events) == lost
+            said = "the server keeps its newest 200 versions, and none of this consumer's"
+            assert (said in caplog.text) == bool(lost)

@@ -228,7 +228,7 @@ def test_the_test_bench_does_what_its_buttons_say(log_in, server: DcpdProcess) -
         ("Purge deletions", {"Up to seqno": 1}, "Purged up to seqno 1."),
     )
     for title, fields, result in acts:
-        card = page.get_by_role("region", name=title)
+        card = page.get_by_role("region", name=title, exact=True)
         card.get_by_label(f"{title}: partition").fill(str(vb_id))
         for label, value in fields.items():
             card.get_by_label(label).fill(str(value))

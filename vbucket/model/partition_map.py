@@ -44,6 +44,8 @@ class MapNode(NamedTuple):
     kv_tls_port: int = 0
     """0: none."""
     admin_tls_port: int = 0
+    rack: str = ""
+    """Couchbase's server group; "": nobody has said where it is."""
 
 
 class PartitionMap(NamedTuple):
@@ -172,6 +174,8 @@ def _nodes_ext(partition_map: PartitionMap) -> list[dict[str, Any]]:
             entry["thisNode"] = True
         if node.host is not None:
             entry["hostname"] = node.host
+        if node.rack:
+            entry["serverGroup"] = node.rack
         entries.append(entry)
     return entries
 

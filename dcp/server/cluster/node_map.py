@@ -116,7 +116,7 @@ def _nodes(members: dict[str, MemberRecord]) -> dict[str, MapNode]:
     return {
         name: MapNode(
             *host_and_port(record.address), record.admin_port,
-            record.kv_tls_port, record.admin_tls_port,
+            record.kv_tls_port, record.admin_tls_port, record.rack,
         )
         for name, record in members.items()
     }  # fmt: skip

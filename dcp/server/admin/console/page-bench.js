@@ -1,8 +1,8 @@
 // Test bench: what tests of consumers do to a server. Only with --test-mode.
 
 import { html, useEffect, useState } from "./vendor-htm-preact.js";
-import { ask } from "./api.js";
-import { Choice, Field, Notice, fieldsOf, plural, useAct, useConfirm, whole } from "./parts.js";
+import { Refused, ask } from "./api.js";
+import { Choice, Field, Notice, consoleOf, fieldsOf, ids, plural, useAct, useConfirm, whole } from "./parts.js";
 
 const PARTITION_ACTS = {
   branch: {
@@ -23,11 +23,63 @@ const PARTITION_ACTS = {
     done: (found) => `Purged up to seqno ${whole(found.purge_seqno)}.`,
   },
 };
+// In a cluster a partition is changed at its master. Return those whose master this node is, and say
+// where the others are changed.
+async function mastersHere(isMember, vbs) {
+  if (!isMember) return { here: vbs, elsewhere: "" };
+  const { status, map } = await ask("GET", "/api/v1/cluster/page");
+  const nameOf = (vb) => map.nodes[map.masters[vb]];
+  const others = status.nodes.filter((node) => node.name !== status.node && vbs.some((vb) => nameOf(vb) === node.name));
+  return {
+    here: vbs.filter((vb) => nameOf(vb) === status.node),
+    elsewhere: others.map((node) => `${node.name} (${consoleOf(node)})`).join(", "),
+  };
+}
+
+async function change(isMember, kind, vb, body) {
+  const { here, elsewhere } = await mastersHere(isMember, [vb]);
+  if (!here.length) throw new Refused(409, {
+    what: `Partition ${vb} was not changed`,
+    why: elsewhere ? `its master is ${elsewhere}` : "it has no master now", try: "Open the console of that node." });
+  if (!isMember || kind !== "failover") return PARTITION_ACTS[kind].done(await ask("POST", `/api/v1/vbuckets/${vb}/${kind}`, body));
+  const found = await ask("POST", "/api/v1/cluster/failover", { vb, ...body });
+  return `${found.what}. ${found.notes.join(". ")}`;
+}
+
 const OPCODES = ["", "GET", "SET", "DELETE", "DCP_OPEN", "DCP_STREAM_REQ", "DCP_BUFFER_ACK"];
 const STATUSES = ["", "ETMPFAIL", "EBUSY", "ENOMEM", "NOT_MY_VBUCKET", "KEY_ENOENT", "EACCESS", "ROLLBACK"];
 
-function PartitionAct({ kind }) {
-  const { title, field: [name, label, isNeeded], hint, done } = PARTITION_ACTS[kind];
+function BranchMany({ isMember }) {
+  const title = "Branch many";
+  const [notice, run, isRunning] = useAct();
+  const [dialog, confirm] = useConfirm();
+  async function submit(event) {
+    event.preventDefault();
+    const given = fieldsOf(event.target);
+    const hint = `The newest ${given.percent} % of the changes of each partition are undone.`;
+    if (!(await confirm(`${title}: partitions ${given.vbs}?`, hint, title))) return;
+    run(async () => {
+      const { here, elsewhere } = await mastersHere(isMember, ids(given.vbs));
+      const body = { vbs: here, fraction: Number(given.percent) / 100 };
+      const { branched, refused } = here.length ? await ask("POST", "/api/v1/vbuckets/branch", body) : { branched: [], refused: [] };
+      const undone = branched.reduce((sum, one) => sum + one.undone_seqnos, 0);
+      return [`${plural(branched.length, "partition")} branched, ${plural(undone, "change")} undone.`,
+        refused.length ? `${plural(refused.length, "partition")} refused: ${refused[0].why}.` : "",
+        elsewhere ? `Others have their masters at ${elsewhere}: branch them there.` : ""].join(" ");
+    });
+  }
+  return html`<section class="card" aria-labelledby="act-many">
+    <h2 id="act-many">${title}</h2><p class="hint">Undoes the newest changes of many partitions together.</p>
+    <form onSubmit=${submit} class="fields">
+      <${Field} label="${title}: partitions" name="vbs" pattern="[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*" hint="such as 0-1023" required />
+      <${Field} label="Per cent of the changes" name="percent" type="number" min="1" max="100" required />
+      <button class="danger" disabled=${isRunning}>${title}</button></form>
+    ${notice}${dialog}
+  </section>`;
+}
+
+function PartitionAct({ kind, isMember }) {
+  const { title, field: [name, label, isNeeded], hint } = PARTITION_ACTS[kind];
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
   async function submit(event) {
@@ -35,7 +87,7 @@ function PartitionAct({ kind }) {
     const given = fieldsOf(event.target);
     const body = given[name] === "" ? {} : { [name]: Number(given[name]) };
     if (!(await confirm(`${title}: partition ${given.vb}?`, hint, title))) return;
-    run(async () => done(await ask("POST", `/api/v1/vbuckets/${Number(given.vb)}/${kind}`, body)));
+    run(() => change(isMember, kind, Number(given.vb), body));
   }
   return html`<section class="card" aria-labelledby="act-${kind}">
     <h2 id="act-${kind}">${title}</h2><p class="hint">${hint}</p>
@@ -103,10 +155,12 @@ function Faults({ sample }) {
   </section>`;
 }
 
-export function BenchPage({ head }) {
+export function BenchPage({ head, cluster }) {
+  const isMember = cluster != null;
   return html`
     <p class="banner" role="note"><strong>Test mode.</strong> What you do here makes the server forget
       changes or answer wrongly on purpose. It was started with --test-mode.</p>
-    <div class="columns">${Object.keys(PARTITION_ACTS).map((kind) => html`<${PartitionAct} key=${kind} kind=${kind} />`)}</div>
+    <div class="columns">${Object.keys(PARTITION_ACTS).map((kind) => html`<${PartitionAct} key=${kind} kind=${kind} isMember=${isMember} />`)}
+      <${BranchMany} isMember=${isMember} /></div>
     <${Faults} sample=${head.sample} />`;
 }

@@ -3,8 +3,8 @@
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
 import { ask, lines, query } from "./api.js";
 import { Difference, JsonTree, treeOf } from "./json.js";
-import { CollectionChoice, DEFAULT_COLLECTION, Field, Segments, ValueLine, bytes, clock, fieldsOf, plural, useAct,
-         useConfirm, whole } from "./parts.js";
+import { CollectionChoice, DEFAULT_COLLECTION, Field, Segments, ValueLine, bytes, clock, consoleOf, fieldsOf,
+         plural, useAct, useConfirm, whole } from "./parts.js";
 
 const ROWS_MAX = 200; // of a partition as of a seqno
 const PAGE_ROWS = 100;
@@ -85,10 +85,8 @@ function useMasterElsewhere(isMember, found) {
       const name = map.nodes[map.masters[found.vb]];
       const node = status.nodes.find((one) => one.name === name);
       if (!node || name === status.node) return;
-      const port = location.protocol === "https:" ? node.admin_tls_port : node.admin_port;
-      const host = node.address.slice(0, node.address.lastIndexOf(":"));
       const place = [found.collection, found.key].map(encodeURIComponent).join("/");
-      setMaster({ name, url: `${location.protocol}//${host}:${port}/#/documents/${place}` });
+      setMaster({ name, url: `${consoleOf(node)}#/documents/${place}` });
     }, () => {});
   }, [isMember, found.vb]);
   return master;

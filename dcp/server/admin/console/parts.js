@@ -166,6 +166,13 @@ export function Segments({ label, options, value, onChange }) {
 }
 
 // The numbers in "0-5,9".
+// Where another node of the cluster has its console.
+export function consoleOf(node) {
+  const port = location.protocol === "https:" ? node.admin_tls_port : node.admin_port;
+  const host = node.address.slice(0, node.address.lastIndexOf(":"));
+  return `${location.protocol}//${host}:${port}/`;
+}
+
 export const ids = (text) => text.split(",").filter(Boolean).flatMap((piece) => {
   const [first, last] = piece.split("-").map(Number);
   return Array.from({ length: (last ?? first) - first + 1 }, (_, index) => first + index);
