@@ -35,6 +35,7 @@ CONTENTS: Final = {
     "Write a connector": (
         "howto/write-a-connector", "streams", "byte-traces", "collections", "subdocuments",
         "compatibility", "conformance", "conformance-checks", "conformance-scenarios",
+        "consumers-compared",
     ),
     "Concepts": (
         "concepts/partition", "concepts/seqno", "concepts/snapshot", "concepts/version-and-branch",

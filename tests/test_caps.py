@@ -56,7 +56,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
     "spans for OpenTelemetry": Feature(1, 230),
     "import dcpd": Feature(5, 80),
-    "dcpctl conformance consumer": Feature(13, 2565),
+    "dcpctl conformance consumer": Feature(14, 2600),
     "dcpctl conformance server": Feature(18, 5819),
     "backups in the console and in dcpctl backup list": Feature(3, 356),
     "dcpctl starts in less time, and a full output is an error": Feature(0, 20),

@@ -14,6 +14,7 @@ from clients.conformance.check import FAIL, PASS
 from clients.conformance.consumers.documents import BadLineError, Documents, difference
 from clients.conformance.consumers.scenario import SCENARIOS
 from clients.conformance.consumers.suite import play_one
+from dcpd.conformance import UnknownScenarioError, play, scenarios
 
 ROOT = Path(__file__).parents[2]
 CONSUMER = Path(__file__).with_name("raw_consumer.py")
@@ -96,6 +97,14 @@ def test_scenarios_are_listed_and_bad_names_are_told() -> None:
     absent = judged("--", "no-such-program")
     assert (absent.returncode, "there is no program" in absent.stderr) == (2, True)
     assert judged().returncode == 2
+
+
+def test_a_scenario_is_a_test_of_pytest() -> None:
+    assert set(scenarios()) == SCENARIOS.keys()
+    with pytest.raises(AssertionError, match="which were deleted or have expired"):
+        play("deletions", [sys.executable, str(CONSUMER), "ignores-deletions"], timeout_s=TIMEOUT_S)
+    with pytest.raises(UnknownScenarioError, match="no scenario or group 'nothing'"):
+        scenarios("nothing")
 
 
 @pytest.mark.parametrize(

@@ -80,3 +80,15 @@ async def test_java_dcp_client_gets_everything_in_every_mode(tmp_path: Path) -> 
         lengths = {key: str(len(value)) for key, value in orders.items()}
         for out_of_order in ("true", "true_with_seqno_advanced"):
             assert streamed("FORCED", "8", out_of_order) == lengths, out_of_order
+
+
+def test_java_dcp_client_goes_back_where_the_kit_says(tmp_path: Path) -> None:
+    """docs/consumers-compared.md has all scenarios; two are played here."""
+    javac = shutil.which("javac")
+    if javac is None or not list(JARS.glob("*.jar")):
+        pytest.skip("a JDK or the Java clients are missing; scripts/test installs them")
+    source = SOURCES / "DcpJudged.java"
+    subprocess.run([javac, "-cp", f"{JARS}/*", "-d", str(tmp_path), str(source)], check=True)
+    names = "rollback-while-away,rollback-inside-a-snapshot"
+    asked = ["conformance", "consumer", "-j", "1", "--wait-for", "60", "--scenario", names, "--"]
+    assert dcpctl([*asked, "java", "-cp", f"{JARS}/*:{tmp_path}", "DcpJudged"]) == 0
