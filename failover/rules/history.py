@@ -110,7 +110,7 @@ class FailoverLog:
         and a new partition has one version, as in Couchbase.
         """
         began_in = self.current.epoch if epoch is None else epoch
-        is_first = seqno == 0 and self.current.epoch == 0 < began_in
+        is_first = seqno == 0 == self.current.epoch < began_in and len(self.entries) == 1
         kept = () if is_first else self._begun_up_to(seqno)
         return FailoverLog((Version(vb_uuid, seqno, began_in), *kept)[:entries_max])
 

@@ -125,7 +125,7 @@ def test_a_stored_log_may_lack_epochs():
 
 def follows(lineage: list[Version], made: Version) -> list[Version]:
     """Return what stays of a lineage below a version that is made."""
-    if made.seqno == 0 and lineage[0].epoch == 0 < made.epoch:
+    if made.seqno == 0 == lineage[0].epoch < made.epoch and len(lineage) == 1:
         return []
     return [version for version in lineage if version.seqno <= made.seqno]
 
@@ -139,6 +139,7 @@ def test_only_the_version_of_an_empty_folder_is_replaced():
     folder = FailoverLog.create(1)
     assert folder.branch(2, 5, 1).pairs() == [(2, 5), (1, 0)], "it has changes"
     assert folder.branch(2, 0).pairs() == [(2, 0), (1, 0)], "a branch on one node"
+    assert len(folder.branch(2, 0).branch(3, 0, 1).entries) == 3, "one of them was an operator's"
     second = folder.branch(2, 0, 1).branch(3, 0, 2)
     assert second.pairs() == [(3, 0), (2, 0)], "the first master may have sent changes"
 
