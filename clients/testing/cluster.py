@@ -124,12 +124,14 @@ class DcpCluster:
         return {row["vb"]: row["master"] for row in rows}
 
     def master_of(self, vb: int) -> str:
-        """Return the name of a partition's master. Raises ClusterWaitError, WrongArgumentError."""
+        """Return the name of a partition's master when it serves the partition. Raises
+        ClusterWaitError, WrongArgumentError.
+        """
         if not 0 <= vb < NUM_VBUCKETS:
             raise WrongArgumentError(
                 f"there is no partition {vb}", hint=f"Partitions are 0 to {NUM_VBUCKETS - 1}."
             )
-        return self._until(f"partition {vb} has a master", lambda: self.masters()[vb] or "")
+        return self._until(f"partition {vb} has a master that serves it", lambda: self._server(vb))
 
     def state(self) -> dict[str, Any]:
         """Return the nodes with their addresses, whether each runs, is paused or is down, and the
@@ -236,6 +238,13 @@ class DcpCluster:
         self._until(f"{to} is master of partition {vb}", lambda: self.masters()[vb] == to)
 
     # -- how it is done ----------------------------------------------------------------------------
+
+    def _server(self, vb: int) -> str:
+        """Return who serves a partition; "" if nobody does yet: a new master waits for copies."""
+        node = self.nodes.get(name := self.masters()[vb] or "")
+        if node is None or not node.runs or _is_stopped(node.pid):
+            return ""
+        return name if node.ask("GET", f"/api/v1/vbuckets/{vb}")["state"] == "active" else ""
 
     def _node(self, name: str) -> DcpServer:
         if name not in self.nodes:
