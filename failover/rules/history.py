@@ -105,13 +105,9 @@ class FailoverLog:
 
         Versions that began above `seqno` are removed: they are not part of this history. One that
         began at `seqno` stays. If there are too many entries, the oldest is removed.
-
-        The first master of a new cluster replaces the folder's own version (epoch 0): it is empty,
-        and a new partition has one version, as in Couchbase.
         """
         began_in = self.current.epoch if epoch is None else epoch
-        is_first = seqno == 0 == self.current.epoch < began_in and len(self.entries) == 1
-        kept = () if is_first else self._begun_up_to(seqno)
+        kept = self._begun_up_to(seqno)
         return FailoverLog((Version(vb_uuid, seqno, began_in), *kept)[:entries_max])
 
     def cut(self, seqno: int) -> FailoverLog:

@@ -35,6 +35,7 @@ NOT_PASTED = {
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
     ("docs/conformance.md", "dcpctl conformance server 10.0.0.5"): NETWORK,
+    ("docs/consumers-compared.md", "javac"): "tests/foreign/test_java_clients.py",
     ("docs/howto/start-a-server.md", "scripts/install"): README,
     ("docs/howto/monitor.md", "pip install"): NETWORK,
     ("docs/operations.md", "python3 -m pip install --require-hashes"): NETWORK,

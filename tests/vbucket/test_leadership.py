@@ -135,6 +135,27 @@ def test_a_failover_begins_a_version_at_the_end_in_its_epoch(
 
 
 @SURVIVAL
+def test_a_first_masters_version_replaces_the_folders_empty_one(
+    node: MemoryNode, survive: Survive
+) -> None:
+    folders = part_of(node).vb_uuid
+    begun = begin_version(node.engine, VB, 1)
+    survive(node)
+    log = part_of(node).failover
+    assert [(v.seqno, v.epoch) for v in log.entries] == [(0, 1)]
+    assert log == begun.failover
+    assert log.current.vb_uuid != folders
+    begin_version(node.engine, VB, 2)
+    assert len(part_of(node).failover.entries) == 2, "the first master may have sent changes"
+
+
+def test_a_version_with_changes_or_of_an_operator_stays(node: MemoryNode) -> None:
+    node.engine.keyspace.branch(VB, 0)
+    begin_version(node.engine, VB, 1)
+    assert [v.epoch for v in part_of(node).failover.entries] == [1, 0, 0]
+
+
+@SURVIVAL
 def test_a_replica_takes_over_the_masters_log_and_epoch(node: MemoryNode, survive: Survive) -> None:
     """The log may be newer than the data, and the epoch later than the newest version."""
     put(node, b"a", b"b")

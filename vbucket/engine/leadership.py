@@ -44,8 +44,17 @@ def set_leader_epoch(engine: Engine, vb_id: int, epoch: int) -> None:
 
 
 def begin_version(engine: Engine, vb_id: int, epoch: int) -> Branch:
-    """Begin a new version at the partition's end, in a leader epoch. Raises StoreDamagedError."""
+    """Begin a new version at the partition's end, in a leader epoch. Raises StoreDamagedError.
+
+    The first master of a partition without changes finds the version that the folder made. Its own
+    takes that one's place: a new partition has one version, as in a new Couchbase bucket.
+    """
     _check_epoch(engine, vb_id, epoch)
+    part = engine.partitions[vb_id]
+    if part.leader_epoch == 0 == part.high_seqno and len(part.failover.entries) == 1:
+        log = FailoverLog.create(engine.keyspace.draw_uuid(), epoch)
+        engine.keyspace.replace_history(part, log, epoch, rollback_to=None)
+        return Branch(vb_id, log, 0, 0, 0)
     return engine.keyspace.branch(vb_id, engine.partitions[vb_id].high_seqno, epoch)
 
 

@@ -123,27 +123,6 @@ def test_a_stored_log_may_lack_epochs():
     assert FailoverLog.from_document([[2, 7], (1, 0)]).entries == (Version(2, 7), Version(1, 0))
 
 
-def follows(lineage: list[Version], made: Version) -> list[Version]:
-    """Return what stays of a lineage below a version that is made."""
-    if made.seqno == 0 == lineage[0].epoch < made.epoch and len(lineage) == 1:
-        return []
-    return [version for version in lineage if version.seqno <= made.seqno]
-
-
-def test_a_first_master_s_version_replaces_the_folder_s():
-    log = FailoverLog.create(1).branch(2, 0, 1)
-    assert log.entries == (Version(2, 0, 1),)
-
-
-def test_only_the_version_of_an_empty_folder_is_replaced():
-    folder = FailoverLog.create(1)
-    assert folder.branch(2, 5, 1).pairs() == [(2, 5), (1, 0)], "it has changes"
-    assert folder.branch(2, 0).pairs() == [(2, 0), (1, 0)], "a branch on one node"
-    assert len(folder.branch(2, 0).branch(3, 0, 1).entries) == 3, "one of them was an operator's"
-    second = folder.branch(2, 0, 1).branch(3, 0, 2)
-    assert second.pairs() == [(3, 0), (2, 0)], "the first master may have sent changes"
-
-
 STEPS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3)), max_size=60)
 
 
@@ -155,7 +134,7 @@ def test_any_branches_are_the_newest_part_of_the_lineage(steps):
         epoch += later
         made = Version(index + 2, seqno, epoch)
         log = log.branch(*made)
-        lineage = [made, *follows(lineage, made)]
+        lineage = [made, *(version for version in lineage if version.seqno <= seqno)]
         assert list(log.entries) == lineage[: len(log.entries)]
         high = seqno + 5
         for place, version in enumerate(log.entries):
@@ -174,7 +153,7 @@ def test_a_log_keeps_200_versions_and_shows_25(failovers, branches):
         high = min(high, back[number]) if number in back else high + number % 3
         made = Version(number + 1, high, number)
         log = log.branch(*made)
-        lineage = [made, *follows(lineage, made)][:200]
+        lineage = [made, *(version for version in lineage if version.seqno <= high)][:200]
     assert list(log.entries) == lineage
     assert log.pairs() == [version[:2] for version in lineage]
     assert log.shown_pairs() == [version[:2] for version in lineage[:25]]
