@@ -39,8 +39,8 @@ FOUND_BY = {
     "old-epoch-counts": (5, "in the in-sync set"),
     "shrink-counts-early": (50, "at the same time"),
     "joins-early": (13, "in the in-sync set"),
-    "truncates-to-hw": (1, "in the in-sync set"),
-    "no-version": (50, "follows"),
+    "truncates-to-hw": (6, "in the in-sync set"),
+    "no-version": (48, "follows"),
     "handover-unchecked": (0, "has another change with seqno"),
     "old-record-believed": (150, "documents, and it counts"),
     "forgets-seen": (0, "in the in-sync set"),
@@ -54,8 +54,8 @@ FOUND_BY = {
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),
-    "old-copy-counts": (103, "in the in-sync set"),
-    "fenced-are-told": (9, "has another change with seqno"),
+    "old-copy-counts": (809, "in the in-sync set"),
+    "fenced-are-told": (6, "has another change with seqno"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
 with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
