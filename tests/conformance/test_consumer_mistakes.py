@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_scenarios_are_listed_and_bad_names_are_told() -> None:
     names = [json.loads(line)["scenario"] for line in listed.stdout.splitlines()]
     assert len(names) >= 40
     assert set(names) == SCENARIOS.keys()
+    for page in ("README.md", "CHANGELOG.md", "docs/conformance.md"):
+        text = (ROOT / page).read_text()
+        assert re.search(rf"{len(names)} scenarios|all {len(names)} are played", text), page
     unknown = judged("--scenario", "nothing", "--", "true")
     assert (unknown.returncode, "no scenario or group 'nothing'" in unknown.stderr) == (2, True)
     absent = judged("--", "no-such-program")

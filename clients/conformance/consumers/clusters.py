@@ -27,9 +27,7 @@ def master_moves(stage: Stage) -> None:
     """No version begins. The stream ends with reason 2, the map names another node, and the
     consumer goes on there from the same position.
     """
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     _cluster(stage).move(stage.vb_id, _other(stage))
     stage.write(4, first=10)
     stage.until_same()
@@ -38,9 +36,7 @@ def master_moves(stage: Stage) -> None:
 @scenario(GROUP, "a partition's master moves while the consumer is away", needs_cluster=True)
 def master_moves_while_away(stage: Stage) -> None:
     """The consumer's own map is old, or it has none."""
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     stage.consumer.kill()
     _cluster(stage).move(stage.vb_id, _other(stage))
     stage.write(4, first=10)
@@ -51,9 +47,7 @@ def master_moves_while_away(stage: Stage) -> None:
 @scenario(GROUP, "a failover on three nodes that loses two changes", needs_cluster=True)
 def cluster_loses_changes(stage: Stage) -> None:
     """The consumer has changes that no node has any more. The new master sends it back."""
-    stage.consumer.start()
-    stage.write(8)
-    stage.until_same()
+    stage.begin(8)
     before = stage.wanted()
     _cluster(stage).lose(stage.vb_id, 2)
     stage.note_undone(before)

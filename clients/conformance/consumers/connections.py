@@ -24,9 +24,7 @@ BYTE_BY_BYTE: Final = -1.0
 
 
 def _ends(stage: Stage, reason: str) -> None:
-    stage.consumer.start()
-    stage.write(5)
-    stage.until_same()
+    stage.begin(5)
     stage.server.close_streams(reason=reason)
     stage.write(5, first=10)
     stage.until_same()
@@ -101,9 +99,7 @@ def slow_answers(stage: Stage) -> None:
 @scenario(STREAMS, "the partition is dead for a while, and active again")
 def partition_goes_and_returns(stage: Stage) -> None:
     """Streams end with reason 2, and requests get NOT_MY_VBUCKET until it is back."""
-    stage.consumer.start()
-    stage.write(5)
-    stage.until_same()
+    stage.begin(5)
     stage.server.set_state(stage.vb_id, "dead")
     time.sleep(0.5)
     stage.server.set_state(stage.vb_id, "active")
@@ -181,9 +177,7 @@ def cut_in_a_marker(stage: Stage) -> None:
 @scenario(NETWORK, "new connections are refused for two seconds")
 def server_is_away(stage: Stage) -> None:
     """The consumer tries again, with pauses, for as long as it takes."""
-    stage.consumer.start()
-    stage.write(5)
-    stage.until_same()
+    stage.begin(5)
     stage.proxy.refuses = True
     stage.proxy.cut()
     stage.write(5, first=10)
@@ -195,9 +189,7 @@ def server_is_away(stage: Stage) -> None:
 @scenario(NETWORK, "the server is killed, and starts again")
 def server_is_killed(stage: Stage) -> None:
     """It has lost nothing that it answered, and no version begins."""
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     stage.restart_server()
     stage.write(6, first=10)
     stage.until_same()
@@ -309,9 +301,7 @@ def consumer_is_killed(stage: Stage) -> None:
 @scenario(NETWORK, "the consumer stands still for two seconds while keys change often")
 def consumer_is_paused(stage: Stage) -> None:
     """It comes back to an old connection that may still hold changes, and then gets the rest."""
-    stage.consumer.start()
-    stage.write(5)
-    stage.until_same()
+    stage.begin(5)
     stage.consumer.pause()
     for _ in range(20):
         stage.write(5)

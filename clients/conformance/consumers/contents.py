@@ -34,9 +34,7 @@ _LOGS: Final = frozenset({p.DCP_FAILOVER_LOG, p.GET_FAILOVER_LOG})
 @scenario(GROUP, "documents are deleted, and some of them written again")
 def deletions(stage: Stage) -> None:
     """A deletion is a change with a seqno of its own. A key may come back after it."""
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     for number in range(6):
         stage.delete(stage.key(number))
     stage.write(2)

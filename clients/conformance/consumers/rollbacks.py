@@ -19,9 +19,7 @@ def rollback_to_the_middle(stage: Stage) -> None:
     the server answers ROLLBACK with a seqno. A consumer undoes what it has above that seqno, and
     asks again from a place at or below it, with the version that it had there.
     """
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     stage.branch(5)
     stage.until_same()
     stage.write(2, first=20)
@@ -33,9 +31,7 @@ def rollback_while_away(stage: Stage) -> None:
     """The consumer learns of the branch only when it asks with its saved position. It must save the
     version with the position, and undo what it has stored, not only what it has in memory.
     """
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     stage.consumer.kill()
     stage.branch(4)
     stage.write(3, first=20)
@@ -48,9 +44,7 @@ def rollback_to_zero(stage: Stage) -> None:
     """The answer is ROLLBACK to 0: nothing that the consumer has of this partition is valid. It
     empties the partition, and asks from 0. Documents that do not come again must go.
     """
-    stage.consumer.start()
-    stage.write(8)
-    stage.until_same()
+    stage.begin(8)
     stage.branch(0)
     stage.write(2, first=20)
     stage.until_same()
@@ -61,9 +55,7 @@ def rollback_twice(stage: Stage) -> None:
     """The consumer goes back twice. After the first time its own history is that of two versions,
     and both count when it asks again.
     """
-    stage.consumer.start()
-    stage.write(12)
-    stage.until_same()
+    stage.begin(12)
     stage.branch(8)
     stage.write(3, first=20)
     stage.until_same()
@@ -78,9 +70,7 @@ def rollback_twice_while_away(stage: Stage) -> None:
     """The consumer has never seen the version between. A server that gets one version can answer
     with a second ROLLBACK. A consumer goes on until it gets OK.
     """
-    stage.consumer.start()
-    stage.write(12)
-    stage.until_same()
+    stage.begin(12)
     stage.consumer.kill()
     stage.branch(8)
     stage.write(6, first=20)
@@ -96,9 +86,7 @@ def rollback_while_reconnecting(stage: Stage) -> None:
     """No STREAM_END says it: the connection breaks, and is refused for a while. The first answer to
     the new stream request is the ROLLBACK.
     """
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     stage.proxy.refuses = True
     stage.proxy.cut()
     stage.branch(5)
@@ -113,9 +101,7 @@ def new_history_passes_the_old(stage: Stage) -> None:
     """After the rollback the server sends other changes with the seqnos that the consumer has seen
     before. A consumer that ignores seqnos at or below its old position loses them.
     """
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     stage.consumer.kill()
     stage.branch(4)
     stage.write(12, first=20)
@@ -128,9 +114,7 @@ def new_history_is_live(stage: Stage) -> None:
     """As `new-history-passes-the-old`, but the consumer stays: what it remembers of seqnos in
     memory has to go back, too.
     """
-    stage.consumer.start()
-    stage.write(10)
-    stage.until_same()
+    stage.begin(10)
     stage.branch(4)
     stage.write(12, first=20)
     stage.until_same()
@@ -164,9 +148,7 @@ def deletion_is_undone(stage: Stage) -> None:
     """The document is there again, and the server does not send it: its seqno is below the branch.
     A consumer that deletes needs the value that it had, or begins the partition again.
     """
-    stage.consumer.start()
-    stage.write(5)
-    stage.until_same()
+    stage.begin(5)
     stage.delete(stage.key(2))
     stage.set(stage.key(3))
     stage.until_same()
@@ -234,9 +216,7 @@ def more_than_25_versions(stage: Stage) -> None:
     """kv_engine shows 25 versions, and other servers keep more. A version that the server still
     knows costs no rollback; one that it has dropped means ROLLBACK to 0.
     """
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     stage.consumer.kill()
     for _ in range(40):
         stage.server.failover(stage.vb_id)
@@ -248,9 +228,7 @@ def more_than_25_versions(stage: Stage) -> None:
 @scenario(GROUP, "all versions that the consumer knows are gone from the failover log")
 def versions_are_forgotten(stage: Stage) -> None:
     """The server keeps 200 versions. The answer is ROLLBACK to 0 although nothing was undone."""
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     stage.consumer.kill()
     for _ in range(205):
         stage.server.failover(stage.vb_id)
@@ -264,9 +242,7 @@ def purge_passes_the_consumer(stage: Stage) -> None:
     """The consumer never hears of the deletions. The server sends it back to 0, and what does not
     come again has to go. Going through the stream from 0 alone does not remove it.
     """
-    stage.consumer.start()
-    stage.write(8)
-    stage.until_same()
+    stage.begin(8)
     stage.consumer.kill()
     stage.delete(stage.key(1))
     stage.delete(stage.key(2))
@@ -280,9 +256,7 @@ def purge_passes_the_consumer(stage: Stage) -> None:
 @scenario(GROUP, "deletions are purged while the consumer stands still")
 def purge_passes_a_paused_consumer(stage: Stage) -> None:
     """As `purge-passes-the-consumer`, but the process is only paused, and its connection is cut."""
-    stage.consumer.start()
-    stage.write(8)
-    stage.until_same()
+    stage.begin(8)
     stage.consumer.pause()
     stage.proxy.cut()
     stage.delete(stage.key(1))
@@ -298,9 +272,7 @@ def failover_without_loss(stage: Stage) -> None:
     """The stream ends with reason 2 (state changed), and there is a new version. Nothing is rolled
     back: the consumer goes on from where it was.
     """
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     stage.server.failover(stage.vb_id)
     stage.write(3, first=20)
     stage.until_same()
@@ -311,9 +283,7 @@ def failover_with_loss(stage: Stage) -> None:
     """The stream ends with reason 2, not with 6: only the answer to the next request tells that
     changes are lost.
     """
-    stage.consumer.start()
-    stage.write(9)
-    stage.until_same()
+    stage.begin(9)
     before = stage.wanted()
     stage.server.failover(stage.vb_id, lose=3)
     stage.note_undone(before)
@@ -324,9 +294,7 @@ def failover_with_loss(stage: Stage) -> None:
 @scenario(GROUP, "a branch comes while deletions are on their way")
 def rollback_of_a_deletion_on_its_way(stage: Stage) -> None:
     """The consumer gets a snapshot's marker, but not its deletion, before the branch undoes it."""
-    stage.consumer.start()
-    stage.write(6)
-    stage.until_same()
+    stage.begin(6)
     hold = Hold(DELETION)
     stage.proxy.add(hold)
     stage.delete(stage.key(4))

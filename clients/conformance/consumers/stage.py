@@ -15,6 +15,7 @@ import shutil
 import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from types import TracebackType
@@ -155,6 +156,12 @@ class Stage:
     def write(self, count: int, *, first: int = 0, vb_id: int | None = None) -> int:
         """Write documents with numbers from `first` on to one partition; return the last seqno."""
         return [self.set(self.key(number, vb_id)) for number in range(first, first + count)][-1]
+
+    def begin(self, count: int) -> None:
+        """Start the consumer, write documents, and return when it has them. Raises JudgedError."""
+        self.consumer.start()
+        self.write(count)
+        self.until_same()
 
     def delete(self, key: str) -> int:
         """Delete a document; return the seqno."""
@@ -317,8 +324,9 @@ class Stage:
     def _fail(self, found: Difference, ended: str, why: str = "") -> None:
         seqnos: dict[str, tuple[int, int]] = {}
         for key in found.lacking + found.stale:
-            meta = self.kv.metadata(key)
-            seqnos[key] = vbucket_of(key), int(str(meta["seqno"]), 0)
+            with suppress(NotFoundError):  # it has expired meanwhile
+                meta = self.kv.metadata(key)
+                seqnos[key] = vbucket_of(key), int(str(meta["seqno"]), 0)
         evidence = Evidence(
             self.exchange(), found, seqnos, ended, self._unanswered,
             frozenset(self._deleted), frozenset(self._undone),
