@@ -122,6 +122,14 @@ class FailoverLog:
     def _begun_up_to(self, seqno: int) -> tuple[Version, ...]:
         return tuple(entry for entry in self.entries if entry.seqno <= seqno)
 
+    def epoch_at(self, seqno: int) -> int:
+        """Return the leader epoch of the newest version that begins at or below `seqno`; 0: none.
+
+        Elections compare it (`failover.rules.election`). A replica takes over the log of its master
+        before it has the changes, so its newest version may begin above its end.
+        """
+        return next((entry.epoch for entry in self.entries if entry.seqno <= seqno), 0)
+
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
         """Return the last seqno of a version; None if the version is unknown.
 

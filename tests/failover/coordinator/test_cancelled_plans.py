@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from failover.coordinator.partition_choices import AGAIN_NS
 from failover.coordinator.plans.request_answers import (
     Answer,
     Prepared,
@@ -28,7 +29,7 @@ from support.planned_cluster import PARTITIONS, Cluster, even
 def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
     cluster = Cluster(cut="ad")  # some copies of the first plan are being filled
     cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
-    cluster.run(0.5)
+    cluster.run(AGAIN_NS / 1e9 + 0.5)
     assert any(record.filling for record in cluster.records().values())
     cluster.nodes["d"].is_paused = True
     cluster.nodes["b"].is_paused = True
