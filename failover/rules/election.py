@@ -43,8 +43,7 @@ class SuspectReport(NamedTuple):
     epoch: int
     """The epoch of the replication record that the member knows."""
     version_epoch: int
-    """The epoch in which the version began that its log ends in. It may know a newer version, of
-    which it has nothing yet (`FailoverLog.epoch_at`)."""
+    """The epoch in which the version began that its log ends in (`FailoverLog.epoch_at`)."""
     end_seqno: int
     """Its last synced seqno; with an incomplete snapshot, the end of the last complete one."""
     received_ns: int

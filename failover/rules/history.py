@@ -72,10 +72,7 @@ class FailoverLog:
 
     @classmethod
     def from_document(cls, document: object) -> FailoverLog:
-        """Return the log from its `to_document` form; a missing epoch is 0.
-
-        Raises ValueError that says which entry is wrong and why.
-        """
+        """Return the log from its `to_document` form; a missing epoch is 0. Raises ValueError."""
         if not isinstance(document, list | tuple):
             raise ValueError(
                 f"failover log: a list of [vb_uuid, seqno, epoch] is wanted, found"
@@ -124,9 +121,7 @@ class FailoverLog:
 
     def epoch_at(self, seqno: int) -> int:
         """Return the leader epoch of the newest version that begins at or below `seqno`; 0: none.
-
-        Elections compare it (`failover.rules.election`). A replica takes over the log of its master
-        before it has the changes, so its newest version may begin above its end.
+        A replica has the log of its master before the changes: the newest may begin above its end.
         """
         return next((entry.epoch for entry in self.entries if entry.seqno <= seqno), 0)
 

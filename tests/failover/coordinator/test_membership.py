@@ -271,7 +271,7 @@ def test_a_late_answer_to_a_keep_alive_counts() -> None:
     assert membership.late_renewals == 2, "and then not at all"
 
 
-def test_a_report_comes_after_the_alive_key_and_after_a_look_at_this_store(
+def test_report_comes_after_alive_key_and_a_look_at_the_store(
     cluster: Cluster,
 ) -> None:
     """Else a report without partitions would say that a member knows nothing better than a store

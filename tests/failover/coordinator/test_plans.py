@@ -501,7 +501,7 @@ def test_cancelling_nothing_or_growth_is_refused() -> None:
         (6, 0, None),
     ],
 )
-def test_copies_move_if_their_master_has_said_what_it_knows_of_this_store(
+def test_copies_move_once_their_master_has_spoken(
     alive_at: int, reported_at: int, after_s: float | None
 ) -> None:
     """The store may have gone back to a copy, in which the lease of a dead node has not ended."""

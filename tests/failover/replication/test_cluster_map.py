@@ -50,7 +50,7 @@ def test_without_records_a_node_shows_itself() -> None:
     assert set(shown.chains) == {(NO_NODE,)}
 
 
-def test_partitions_that_are_as_before_are_told_over_a_new_connection() -> None:
+def test_unchanged_partitions_are_told_over_a_new_connection() -> None:
     """Members that have left an in-sync set count until the others hold the record that says so in
     the present store: its master has to know that it is there, also if it is the same.
     """

@@ -160,7 +160,7 @@ def test_a_log_keeps_200_versions_and_shows_25(failovers, branches):
     assert (FAILOVER_ENTRIES_MAX, FAILOVER_ENTRIES_SHOWN) == (200, 25)
 
 
-def test_a_log_that_ends_below_its_newest_version_ends_in_an_older_one() -> None:
+def test_log_below_its_newest_version_ends_in_an_older_one() -> None:
     """A replica takes over its master's log of versions before the changes: else it would be
     elected over another one that has all of the older version.
     """
