@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from base64 import b64encode
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -157,6 +158,16 @@ def test_a_consumer_that_cannot_be_killed_leaves_no_server(
     with pytest.raises(subprocess.TimeoutExpired), stage:
         assert stage.server.runs
     assert not stage.server.runs
+
+
+def test_the_last_words_of_a_trace_are_its_first_line(tmp_path: Path) -> None:
+    script = "echo 'panic: no stream' >&2; echo >&2; seq 9 | sed 's/^/  trace /' >&2; exit 2"
+    process = ConsumerProcess(["sh", "-c", script], tmp_path, {})
+    process.start()
+    while not (ended := process.ended()):
+        time.sleep(0.01)
+    process.close()
+    assert ended == "exit code 2; its last words: panic: no stream"
 
 
 def test_the_admin_port_of_the_proxy_names_its_own_ports(tmp_path: Path) -> None:
