@@ -10,14 +10,18 @@ import sys
 import time
 from base64 import b64encode
 from pathlib import Path
+from struct import Struct
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from clients.conformance import packet as p
 from clients.conformance.check import FAIL, NOT_APPLICABLE, PASS
+from clients.conformance.consumers.contents import Shifted
 from clients.conformance.consumers.documents import BadLineError, Documents, difference
 from clients.conformance.consumers.process import ConsumerProcess
+from clients.conformance.consumers.proxy import Link, Passing
 from clients.conformance.consumers.scenario import SCENARIOS
 from clients.conformance.consumers.stage import Stage
 from clients.conformance.consumers.suite import play_one
@@ -26,6 +30,7 @@ from dcpd.conformance import UnknownScenarioError, play, scenarios
 ROOT = Path(__file__).parents[2]
 CONSUMER = Path(__file__).with_name("raw_consumer.py")
 TIMEOUT_S = 4.0
+PAIR = Struct(">QQ")
 GUEST = "Basic " + b64encode(b"guest:guest").decode()
 FOUND_BY = {
     "ignores-rollback": ("rollback-to-the-middle", "it ignores ROLLBACK: sent back to 5"),
@@ -158,6 +163,18 @@ def test_a_consumer_that_cannot_be_killed_leaves_no_server(
     with pytest.raises(subprocess.TimeoutExpired), stage:
         assert stage.server.runs
     assert not stage.server.runs
+
+
+@pytest.mark.parametrize("old", [b"", PAIR.pack(8, 4)])
+def test_observed_seqnos_are_shifted_for_those_who_wait_for_persistence(old: bytes) -> None:
+    head, by = Struct(">BHQ").pack(bool(old), 92, 7), 2**53
+    answer = p.Packet(p.RESPONSE, p.OBSERVE_SEQNO, p.OK, 1, value=head + PAIR.pack(5, 0) + old)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        shifted = p.take(Shifted(by)(Passing(answer, True, Link(1, ours, theirs))) or b"")
+    assert shifted is not None
+    more = PAIR.pack(8, 4 + by) if old else b""
+    assert shifted[0].value == head + PAIR.pack(5 + by, 0) + more
 
 
 def test_the_last_words_of_a_trace_are_its_first_line(tmp_path: Path) -> None:
