@@ -95,6 +95,12 @@ def test_the_example_passes_on_one_node_and_on_three() -> None:
     assert summary["summary"][PASS] == 4
 
 
+def test_shifted_seqnos_are_reported_as_the_consumer_gets_them() -> None:
+    result, report = played("seqnos-beyond-a-double", "keeps-undone", timeout_s=15.0)
+    assert (result, "keeps what the server has undone" in report) == (FAIL, True), report
+    assert f"answer ROLLBACK: opaque 0x5d, seqno {2**53 + 1 + 5}" in report
+
+
 def test_a_report_in_junit_has_the_mistake_and_the_packets() -> None:
     ran = judged(
         "--wait-for", "3", "--scenario", "rollback-to-the-middle", "-o", "junit", "--",
