@@ -95,7 +95,7 @@ def test_the_example_passes_on_one_node_and_on_three() -> None:
     assert summary["summary"][PASS] == 4
 
 
-def test_shifted_seqnos_are_reported_as_the_consumer_gets_them() -> None:
+def test_shifted_seqnos_are_reported_as_they_come() -> None:
     result, report = played("seqnos-beyond-a-double", "keeps-undone", timeout_s=15.0)
     assert (result, "keeps what the server has undone" in report) == (FAIL, True), report
     assert f"answer ROLLBACK: opaque 0x5d, seqno {2**53 + 1 + 5}" in report
@@ -172,7 +172,7 @@ def test_a_consumer_that_cannot_be_killed_leaves_no_server(
 
 
 @pytest.mark.parametrize("old", [b"", PAIR.pack(8, 4)])
-def test_observed_seqnos_are_shifted_for_those_who_wait_for_persistence(old: bytes) -> None:
+def test_observed_seqnos_are_shifted(old: bytes) -> None:
     head, by = Struct(">BHQ").pack(bool(old), 92, 7), 2**53
     answer = p.Packet(p.RESPONSE, p.OBSERVE_SEQNO, p.OK, 1, value=head + PAIR.pack(5, 0) + old)
     ours, theirs = socket.socketpair()

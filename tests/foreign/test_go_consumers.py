@@ -38,7 +38,7 @@ def test_gocbcore_goes_back_where_the_kit_says(scenario: str, mode: str) -> None
     assert (result.outcome, result.reason) == (PASS, "")
 
 
-def test_go_dcp_keeps_what_was_undone_and_asks_for_no_version() -> None:
+def test_go_dcp_asks_for_no_version_after_a_rollback() -> None:
     """If this fails, go-dcp is better than docs/consumers-compared.md says."""
     result = played("rollback-while-away", "godcp")
     assert result.outcome == FAIL
