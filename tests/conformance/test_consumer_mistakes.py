@@ -7,16 +7,21 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from base64 import b64encode
 from pathlib import Path
+from struct import Struct
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from clients.conformance import packet as p
 from clients.conformance.check import FAIL, NOT_APPLICABLE, PASS
+from clients.conformance.consumers.contents import Shifted
 from clients.conformance.consumers.documents import BadLineError, Documents, difference
 from clients.conformance.consumers.process import ConsumerProcess
+from clients.conformance.consumers.proxy import Link, Passing
 from clients.conformance.consumers.scenario import SCENARIOS
 from clients.conformance.consumers.stage import Stage
 from clients.conformance.consumers.suite import play_one
@@ -25,6 +30,7 @@ from dcpd.conformance import UnknownScenarioError, play, scenarios
 ROOT = Path(__file__).parents[2]
 CONSUMER = Path(__file__).with_name("raw_consumer.py")
 TIMEOUT_S = 4.0
+PAIR = Struct(">QQ")
 GUEST = "Basic " + b64encode(b"guest:guest").decode()
 FOUND_BY = {
     "ignores-rollback": ("rollback-to-the-middle", "it ignores ROLLBACK: sent back to 5"),
@@ -87,6 +93,12 @@ def test_the_example_passes_on_one_node_and_on_three() -> None:
     *results, summary = map(json.loads, ran.stdout.splitlines())
     assert {each["check"].partition(".")[2] for each in results} == set(names.split(","))
     assert summary["summary"][PASS] == 4
+
+
+def test_shifted_seqnos_are_reported_as_they_come() -> None:
+    result, report = played("seqnos-beyond-a-double", "keeps-undone", timeout_s=15.0)
+    assert (result, "keeps what the server has undone" in report) == (FAIL, True), report
+    assert f"answer ROLLBACK: opaque 0x5d, seqno {2**53 + 1 + 5}" in report
 
 
 def test_a_report_in_junit_has_the_mistake_and_the_packets() -> None:
@@ -157,6 +169,28 @@ def test_a_consumer_that_cannot_be_killed_leaves_no_server(
     with pytest.raises(subprocess.TimeoutExpired), stage:
         assert stage.server.runs
     assert not stage.server.runs
+
+
+@pytest.mark.parametrize("old", [b"", PAIR.pack(8, 4)])
+def test_observed_seqnos_are_shifted(old: bytes) -> None:
+    head, by = Struct(">BHQ").pack(bool(old), 92, 7), 2**53
+    answer = p.Packet(p.RESPONSE, p.OBSERVE_SEQNO, p.OK, 1, value=head + PAIR.pack(5, 0) + old)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        shifted = p.take(Shifted(by)(Passing(answer, True, Link(1, ours, theirs))) or b"")
+    assert shifted is not None
+    more = PAIR.pack(8, 4 + by) if old else b""
+    assert shifted[0].value == head + PAIR.pack(5 + by, 0) + more
+
+
+def test_the_last_words_of_a_trace_are_its_first_line(tmp_path: Path) -> None:
+    script = "echo 'panic: no stream' >&2; echo >&2; seq 9 | sed 's/^/  trace /' >&2; exit 2"
+    process = ConsumerProcess(["sh", "-c", script], tmp_path, {})
+    process.start()
+    while not (ended := process.ended()):
+        time.sleep(0.01)
+    process.close()
+    assert ended == "exit code 2; its last words: panic: no stream"
 
 
 def test_the_admin_port_of_the_proxy_names_its_own_ports(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ _BY_SEQNO: Final = frozenset(
     }
 )  # fmt: skip
 """Their extras begin with a seqno."""
+_OBSERVED_HEAD: Final = 11
+"""Bytes of an answer to OBSERVE_SEQNO before its seqnos."""
 _LOGS: Final = frozenset({p.DCP_FAILOVER_LOG, p.GET_FAILOVER_LOG})
 
 
@@ -200,9 +202,22 @@ class Shifted:
             rows = _VB_SEQNO.iter_unpack(packet.value)
             seqnos = [_VB_SEQNO.pack(vb_id, self._up(seqno)) for vb_id, seqno in rows]
             return packet._replace(value=b"".join(seqnos))
+        if opcode == p.OBSERVE_SEQNO and packet.field == p.OK:
+            return packet._replace(value=self._observed(packet.value))
         if opcode == p.STAT and packet.key.endswith((b"seqno", b"_seqno")):
             return packet._replace(value=b"%d" % self._up(int(packet.value)))
         return None
+
+    def _observed(self, value: bytes) -> bytes:
+        """Format, partition, uuid, persisted and newest seqno; after a failover also the old uuid
+        and its last seqno.
+        """
+        seqnos = _PAIR.unpack_from(value, _OBSERVED_HEAD)
+        shifted = value[:_OBSERVED_HEAD] + _PAIR.pack(*map(self._up, seqnos))
+        if len(value) == len(shifted):
+            return shifted
+        old_uuid, last = _PAIR.unpack_from(value, len(shifted))
+        return shifted + _PAIR.pack(old_uuid, self._up(last))
 
     def _marker(self, packet: p.Packet) -> p.Packet:
         """A marker has its bounds in the extras (version 1), or with more seqnos in the value."""

@@ -18,7 +18,10 @@ from clients.conformance.consumers.documents import BadLineError, Documents
 OUTPUT_BYTES_MAX: Final = 512 << 20
 """More output is a flood, and ends the process."""
 LINE_BYTES_MAX: Final = 64 << 20
-STDERR_BYTES_SHOWN: Final = 2_000
+STDERR_BYTES_READ: Final = 64 << 10
+STDERR_SHOWN: Final = 2_000
+_REASONS: Final = ("panic: ", "fatal error: ", "Exception in thread ")
+"""How Go and Java begin to say why they end; the trace comes after it."""
 BODY_BYTES_MAX: Final = 64 << 20
 
 
@@ -81,9 +84,11 @@ class ConsumerProcess:
 
     def _last_words(self) -> str:
         with suppress(OSError):
-            words = self._errors.read_bytes()[-STDERR_BYTES_SHOWN:].decode(errors="replace")
-            if last := [line for line in words.splitlines() if line.strip()][-3:]:
-                return "its last words: " + " / ".join(last)
+            words = self._errors.read_bytes()[-STDERR_BYTES_READ:].decode(errors="replace")
+            lines = [line for line in words.splitlines() if line.strip()]
+            reasons = [line for line in lines if line.startswith(_REASONS)]
+            if last := reasons[-1:] or lines[-3:]:
+                return "its last words: " + " / ".join(last)[:STDERR_SHOWN]
         return "it said nothing on its standard error"
 
     def kill(self) -> None:

@@ -278,15 +278,25 @@ class Proxy:
         if is_from_server and _names_ports(packet):
             packet = packet._replace(value=self._with_own_port(packet.value))
             raw = pack(packet)
-        noted = packet
-        if len(packet.value) > _NOTED_BYTES_MAX and packet.opcode != DCP_STREAM_REQ:
-            noted = packet._replace(value=packet.value[:_NOTED_BYTES_MAX])
-        self.noted.append(Noted(time.monotonic(), link.number, is_from_server, noted, len(raw)))
-        for rule in self.rules:
-            decided = rule(Passing(packet, is_from_server, link))
-            if decided is not None:
-                return decided
-        return raw
+        if not is_from_server:
+            self._note(raw, is_from_server, link)
+        passing = Passing(packet, is_from_server, link)
+        decided = next((it for rule in self.rules if (it := rule(passing)) is not None), raw)
+        if is_from_server:
+            self._note(decided, is_from_server, link)
+        return decided
+
+    def _note(self, data: bytes, is_from_server: bool, link: Link) -> None:
+        """Note packets as the consumer says or gets them, so before rules or after them."""
+        rest = bytearray(data)
+        while raw := _first_packet(rest):
+            found = take(raw)
+            assert found is not None, "it is whole"
+            packet = found[0]
+            if len(packet.value) > _NOTED_BYTES_MAX and packet.opcode != DCP_STREAM_REQ:
+                packet = packet._replace(value=packet.value[:_NOTED_BYTES_MAX])
+            at_s = time.monotonic()
+            self.noted.append(Noted(at_s, link.number, is_from_server, packet, len(raw)))
 
     def _with_own_port(self, config: bytes) -> bytes:
         server = self._server
