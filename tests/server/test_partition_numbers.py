@@ -6,6 +6,7 @@ Tests of the cluster, the backup, the consumers and Spark with such nodes stand 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from zlib import crc32
 
 import pytest
 
+from clients import Consumer, Mirror, Mutation
+from clients.cli.dcpctl import run
+from clients.errors import TopologyError
 from clients.testing import ServerRefusedError, ServerStartError
 from dcp.server.main import ExitCode
 from dcp.wire.frame import pack_request
@@ -187,3 +191,32 @@ def test_a_partition_beyond_within_a_run(server: DcpdProcess) -> None:
         client.send(b"".join(packets))
         answers = [client.receive() for _ in packets]
     assert [(a.status, a.opaque) for a in answers if a is not None] == expected
+
+
+async def test_consumers_and_mirrors_take_the_number_from_the_map(server: DcpdProcess) -> None:
+    async with Consumer(server.address, until_now=True) as consumer:
+        found = {event.key: event.vb_id async for event in consumer if isinstance(event, Mutation)}
+    assert found == {key.encode(): place_of(key, COUNT) for key in KEYS}
+    with pytest.raises(TopologyError, match=f"no partition {COUNT}; the server has 0 to {LAST}"):
+        async with Consumer(server.address, vbuckets=[COUNT]):
+            pass
+    async with Mirror(server.address) as mirror:
+        assert {key: mirror.get(key) for key in KEYS} == {key: key.encode() for key in KEYS}
+
+
+WORDS = [
+    ("watch", "--until-now"), ("vb", "branch", "--at", "0"), ("vb", "dump"), ("vb", "purge"),
+    ("vb", "state", "dead"), ("vb", "failover"), ("vb", "mend-cas"), ("compact",),
+    ("explain", "partition"), ("explain", "rollback", "--uuid", "1", "--seqno", "1"),
+    ("fault", "set", "--status", "EBUSY"), ("seqnos",), ("stream", "close"), ("failover-log",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_dcpctl_names_the_partitions_that_there_are(
+    server: DcpdProcess, words: tuple[str, ...], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    code = run(["--server", server.address, *words, "--vb", str(COUNT)])
+    out, err = capfdbinary.readouterr()
+    assert code, out
+    assert re.search(rb"no partition 64|0 to 63", err), err
