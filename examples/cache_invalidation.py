@@ -73,8 +73,10 @@ class Cache:
                 case Mutation() | Deletion():
                     self._forget(change.key)
                 case Rollback():
+                    assert self._consumer.topology is not None, "it is open"
+                    count = self._consumer.topology.num_vbuckets
                     for key in self._values.keys() | self._reading.keys():
-                        if vbucket_of(key) == change.vb_id:
+                        if vbucket_of(key, count) == change.vb_id:
                             self._forget(key)
 
 

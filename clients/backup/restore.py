@@ -29,7 +29,13 @@ from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
-from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader, frames_of_load
+from clients.backup.restore_load import (
+    SKIP_CONFLICT_RESOLUTION,
+    Load,
+    Loader,
+    by_key,
+    frames_of_load,
+)
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
@@ -146,6 +152,7 @@ class Restore:
         """Raises BackupErrors if the archive lacks the point or the selection."""
         self.runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
         self._url = archive.url
+        self._num_vbuckets = archive.record.partitions
         self._point = point
         self._selection = selection
         self._routes = Routes(selection, self.runs)
@@ -181,13 +188,17 @@ class Restore:
             created = await self._prepare_collections(link)
         finally:
             link.close()
+        assert dials.cluster.topology is not None
+        num_vbuckets = dials.cluster.topology.num_vbuckets
+        is_same_number = num_vbuckets == self._num_vbuckets
         writer = RestoreWriter(dials, self._options, retry_pause_s=self._retry_pause_s)
         sample = KeptSample()
         try:
             for view in self._views():
                 for load in self._loads(view):
-                    sample.take(load)
-                    await writer.send(load)
+                    for placed in (load,) if is_same_number else by_key(load, num_vbuckets):
+                        sample.take(placed)
+                        await writer.send(placed)
             await writer.finish()
         finally:
             await writer.close()

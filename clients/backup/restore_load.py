@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from struct import Struct, pack
 from typing import Final, NamedTuple
 
+from clients.backup.selection import split_key
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import (
     FIT_META,
@@ -22,6 +23,7 @@ from dcp.wire.message import (
     U64,
 )
 from dcp.wire.opcode import Magic, Opcode
+from vbucket.model.ids import vbucket_of
 
 SKIP_CONFLICT_RESOLUTION: Final = 0x01
 IS_EXPIRATION: Final = 0x10
@@ -32,8 +34,12 @@ FRAMES_BYTES_MAX: Final = PUT_FRAMES_BYTES_MAX - PUT_FRAMES_MAX * U32.size
 _HEAD: Final = Struct(">xBHBBHIIQQQII")
 """Opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS, seqno, revision;
 then flags and expiry of a mutation."""
+_KEY_LEN_AT: Final = 2
+_EXTRAS_LEN_AT: Final = 4
+_VB_AT: Final = 6
 _CAS_AT: Final = 16
 _TIME: Final = Struct(">I")
+_U16: Final = Struct(">H")
 _REQUEST: Final = Struct(">BBHBBHIIQIIQQI")
 """A header; flags, expiry, revision, CAS, options."""
 _EXTRAS_BYTES: Final = 28
@@ -113,6 +119,20 @@ class Loader:
 def load_of(vb_id: int, frames: Sequence[bytes]) -> Load:
     """Return these frames as a load."""
     return Load(vb_id, b"".join(frames), [len(frame) - HEADER_BYTES for frame in frames])
+
+
+def by_key(load: Load, num_vbuckets: int) -> list[Load]:
+    """Return the frames of a load for a server with another number of partitions. Each goes where
+    its key belongs there; those of one partition stay in order.
+    """
+    places: dict[int, list[bytes]] = {}
+    for frame in frames_of_load(load):
+        key_at = HEADER_BYTES + frame[_EXTRAS_LEN_AT]
+        key = frame[key_at : key_at + _U16.unpack_from(frame, _KEY_LEN_AT)[0]]
+        vb_id = vbucket_of(split_key(key)[1], num_vbuckets)
+        moved = b"".join((frame[:_VB_AT], _U16.pack(vb_id), frame[_VB_AT + _U16.size :]))
+        places.setdefault(vb_id, []).append(moved)
+    return [load_of(vb_id, frames) for vb_id, frames in places.items()]
 
 
 def frames_of_load(load: Load) -> list[bytes]:

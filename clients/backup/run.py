@@ -279,6 +279,7 @@ class Backup:
     ) -> None:
         topology = self._cluster.topology
         assert topology is not None
+        self._archive.follow_partitions(topology.num_vbuckets, is_empty=not (runs or found))
         legs = {}
         for _, _, footer in found:
             legs.update(footer.legs)

@@ -47,7 +47,7 @@ from clients.consumer.placement import Placement, jitter
 from clients.consumer.saving import Saver
 from clients.consumer.starting_point import find_collections, find_starts
 from clients.consumer.supervisor import Supervisor
-from clients.errors import CheckpointError
+from clients.errors import CheckpointError, TopologyError
 from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.link.copies import check_copies
 from clients.link.pipelined_link import Link
@@ -157,7 +157,10 @@ class Consumer:
             vb_ids = options.group.vbuckets(count)
         for vb_id in (*vb_ids, *(start if isinstance(start, Mapping) else ())):
             if not 0 <= vb_id < count:
-                raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
+                raise TopologyError(
+                    f"there is no partition {vb_id}; the server has 0 to {count - 1}",
+                    hint="Choose among these: the server was made with that number.",
+                )
         starts = await find_starts(
             self._placement, start, [vb_id for vb_id in vb_ids if vb_id not in saved]
         )

@@ -35,6 +35,9 @@ FETCH_GAP_S: Final = 0.05
 FETCH_LIMIT_S: Final = 2.0
 """How long one FetchMap may take."""
 
+NO_REVISION: Final = (0, 0)
+"""Of the map of a server that sends none."""
+
 Place = tuple[str, int]
 """Host and key-value port of a node."""
 
@@ -120,13 +123,18 @@ class Topology(NamedTuple):
         return [self.nodes[index] for index in self.replica_map[vb_id]] if self.replica_map else []
 
     def is_newer_than(self, other: Topology | None) -> bool:
-        """Whether this revision replaces `other`."""
-        return other is None or self.revision > other.revision
+        """Whether this revision replaces `other`. At the same one, a map of another number of
+        partitions does: the node was started on another data folder, and begins to count anew.
+        """
+        if other is None or self.revision > other.revision:
+            return True
+        is_anew = self.revision == other.revision != NO_REVISION
+        return is_anew and self.num_vbuckets != other.num_vbuckets
 
 
 def single_node(host: str, kv_port: int, num_vbuckets: int = NUM_VBUCKETS) -> Topology:
     """Return the topology of a server without a configuration: one node, all partitions."""
-    return Topology((0, 0), (ClusterNode(host, kv_port),), (0,) * num_vbuckets)
+    return Topology(NO_REVISION, (ClusterNode(host, kv_port),), (0,) * num_vbuckets)
 
 
 def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Topology:

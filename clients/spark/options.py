@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
 from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 NUM_PARTITIONS: Final = 4
 """Tasks of a batch, if there is enough to read. One server can feed about this many readers."""
@@ -54,7 +54,8 @@ class SourceSettings:
     """Contains passwords, so it is not part of the repr, which Spark may log."""
     collections: tuple[str, ...] | None = None
     """scope.collection; None: the default collection, without a column `collection`."""
-    partitions: tuple[int, ...] = tuple(range(NUM_VBUCKETS))
+    partitions: tuple[int, ...] | None = None
+    """None: all of the server."""
     starting: str | Offset | int = "earliest"
     """`earliest`, `latest`, an offset, or a time in ns since the Unix epoch."""
     rows_max: int | None = None
@@ -137,7 +138,8 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
             " reads everything up to now"
         )
     defaults = SourceSettings(())
-    _check_start(found.get("startingOffsets"), found.get("partitions", defaults.partitions))
+    if "partitions" in found:
+        _check_start(found.get("startingOffsets"), found["partitions"])
     return SourceSettings(
         servers=_servers(found),
         collections=found.get("collections"),

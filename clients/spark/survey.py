@@ -24,6 +24,7 @@ from clients.link.blocking_link import SyncLink, refresh_map
 from clients.link.topology import ClusterNode, Place, Topology
 from clients.position import Versions, may_be_longer, version_log_group, versions_of
 from clients.spark.fetch import RETRY_S, fetch, map_of
+from clients.spark.options import OptionError
 from clients.spark.plan import PartitionFacts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
@@ -55,13 +56,15 @@ class Survey:
     def __init__(
         self,
         servers: tuple[ServerAddress, ...],
-        partitions: Iterable[int],
+        partitions: Iterable[int] | None,
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._servers = servers
         self._patience_s = patience_s
-        self._partitions = frozenset(partitions)
+        self._chosen = None if partitions is None else frozenset(partitions)
+        self._partitions = self._chosen or frozenset()
+        """Those that are read: all of the map if none were chosen."""
         self._links: dict[Place, SyncLink] = {}
         self._cluster = map_of(servers)
         self._logs: dict[int, Versions] = {}
@@ -137,6 +140,13 @@ class Survey:
 
     def _nodes(self) -> tuple[ClusterNode, ...]:
         topology = self._cluster.topology or refresh_map(self._cluster, self._servers[0])
+        if self._chosen is None:
+            self._partitions = frozenset(range(topology.num_vbuckets))
+        elif (last := max(self._chosen)) >= (count := topology.num_vbuckets):
+            raise OptionError(
+                f"option partitions: {last} is not one of this server's {count} partitions, 0 to"
+                f" {count - 1}"
+            )
         return topology.nodes
 
     def _link(self, node: ClusterNode) -> SyncLink:

@@ -28,7 +28,6 @@ from clients.address import parse_address
 from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
 from clients.testing.process import DcpServer, ServerRefusedError
-from vbucket.model.ids import NUM_VBUCKETS
 
 WAIT_S: Final = 90.0
 """How long an effect is waited for: a start took 27 s on a machine with a load of 17."""
@@ -127,10 +126,6 @@ class DcpCluster:
         """Return the name of a partition's master when it serves the partition. Raises
         ClusterWaitError, WrongArgumentError.
         """
-        if not 0 <= vb < NUM_VBUCKETS:
-            raise WrongArgumentError(
-                f"there is no partition {vb}", hint=f"Partitions are 0 to {NUM_VBUCKETS - 1}."
-            )
         return self._until(f"partition {vb} has a master that serves it", lambda: self._server(vb))
 
     def state(self) -> dict[str, Any]:
@@ -240,8 +235,15 @@ class DcpCluster:
     # -- how it is done ----------------------------------------------------------------------------
 
     def _server(self, vb: int) -> str:
-        """Return who serves a partition; "" if nobody does yet: a new master waits for copies."""
-        node = self.nodes.get(name := self.masters()[vb] or "")
+        """Return who serves a partition; "" if nobody does yet: a new master waits for copies.
+        Raises WrongArgumentError.
+        """
+        masters = self.masters()
+        if masters and vb not in masters:
+            raise WrongArgumentError(
+                f"there is no partition {vb}", hint=f"Partitions are 0 to {len(masters) - 1}."
+            )
+        node = self.nodes.get(name := masters.get(vb) or "")
         if node is None or not node.runs or _is_stopped(node.pid):
             return ""
         return name if node.ask("GET", f"/api/v1/vbuckets/{vb}")["state"] == "active" else ""

@@ -391,7 +391,9 @@ class Node:
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
         on_publish: Callable[[Published], None] = after_commit.published
-        self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
+        self._config = ClusterConfig(
+            settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
+        )
         if identity is not None and self._meta is not None:
             on_publish = self._wire_cluster(identity, self._meta, after_commit).group_published
         self._committer = Committer(

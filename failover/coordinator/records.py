@@ -43,6 +43,7 @@ import msgspec
 
 from failover.metadata.metastore import KeyValue, Range, Txn, TxnResult
 from failover.rules.replication_record import Rank, ReplicationRecord
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import Manifest
 
 MEMBER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -176,6 +177,8 @@ class ClusterRecord(_Record, frozen=True, kw_only=True):
     """Copies of each partition, if there are so many members."""
     min_in_sync: int | None = None
     """Members that must be in sync for a write; None: a majority of the copies."""
+    partitions: int = NUM_VBUCKETS
+    """How many there are. It never changes: the data folders of all members have that number."""
     masters_return_s: float = MASTERS_RETURN_S
     """How long the first copy of a partition must be in sync before it becomes master again; 0:
     masters stay where they are."""

@@ -167,10 +167,10 @@ def test_another_number_of_partitions_is_refused():
     from clients.backup.archives import archive_manifest as manifest
     from clients.backup.archives.zstd import compress
 
-    raw = cbor2.dumps({"id": "x", "created_ns": 1, "partitions": 64})
+    raw = cbor2.dumps({"id": "x", "created_ns": 1, "partitions": 65})
     packed = compress(raw)
     head = manifest._HEAD.pack(manifest.ARCHIVE_MAGIC, len(raw), crc32c(packed))
-    with pytest.raises(ArchiveError, match="64 partitions"):
+    with pytest.raises(ArchiveError, match="65 partitions"):
         parse_archive(head + packed)
 
 

@@ -71,6 +71,16 @@ def test_newer_revision_counts():
     assert old.is_newer_than(single_node("h", 1))
 
 
+def test_another_number_of_partitions_is_another_folder():
+    """A node alone tells the first revision after each start. One map of no node is no sign."""
+    few, many = (parse_topology(config_of([1], [0] * n), "h") for n in (64, 1024))
+    assert few.revision == many.revision
+    assert few.is_newer_than(many)
+    assert many.is_newer_than(few)
+    assert not single_node("h", 1).is_newer_than(few)
+    assert not single_node("h", 1, 64).is_newer_than(single_node("h", 1))
+
+
 def test_this_node_and_ports_of_old_servers():
     document = {
         "rev": 1,

@@ -19,7 +19,9 @@ from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
 from clients.testing import (
     ClusterWaitError,
     DcpCluster,
+    DcpServer,
     ServerRefusedError,
+    ServerStartError,
     WrongArgumentError,
 )
 from clients.testing import cluster as module
@@ -229,3 +231,31 @@ def test_a_demo_is_controlled_until_it_is_ended(tmp_path: Path) -> None:
             assert ask(url, "POST", "/restart", {"name": "n1"})[0] == 200
         finally:
             demo.terminate()
+
+
+def test_a_cluster_of_64_partitions(tmp_path: Path) -> None:
+    """Placed, moved and lost like others; a node with 1,024 does not join, and says why."""
+    last = 63
+    with DcpCluster("--partitions", "64", nodes=2, copies=2, data=tmp_path / "cluster") as cluster:
+        status = cluster.status()
+        assert (status["partitions"], status["in_sync_sizes"]) == (64, {"2": 64})
+        assert sorted(cluster.masters()) == list(range(64))
+        with cluster.connect() as kv:
+            keys = [f"key-{number}" for number in range(200)]
+            for key in keys:
+                kv.set(key, key.encode())
+            assert len(kv.topology().vbucket_map) == 64
+            cluster.move(last, "n2")
+            for key in keys:
+                assert kv.get(key).value == key.encode()
+        with pytest.raises(WrongArgumentError, match="no partition 64"):
+            cluster.lose(64, 1)
+        with pytest.raises(ServerRefusedError, match="no partition 64"):
+            cluster.nodes["n1"].ask("POST", "/api/v1/cluster/move", {"vb": 64, "to": "n2"})
+        other = DcpServer(
+            tmp_path / "other", "--cluster", "join", "--node-name", "n3", "--partitions", "1024",
+            "--cluster-token-file", str(tmp_path / "cluster" / "token"),
+        )  # fmt: skip
+        with pytest.raises(ServerStartError, match=r"1024 partitions, .* the cluster have 64"):
+            other.start()
+        assert len(cluster.status()["nodes"]) == 2

@@ -16,7 +16,7 @@ from dcp.server.cluster.joining.enrolment import (
     found_cluster,
     join_cluster,
 )
-from failover.coordinator.records import ClusterKeys, MemberRecord
+from failover.coordinator.records import ClusterKeys, ClusterRecord, MemberRecord, decode_record
 from failover.metadata.metastore import (
     OutcomeUnknown,
     Range,
@@ -79,6 +79,20 @@ async def test_without_an_answer_it_gives_up_with_the_reason(
     store = ForgetfulStore(answers=False)
     with pytest.raises(EnrolmentError, match="does not answer: lost"):
         await found_cluster(store, ROOT, MemoryNode().engine, member(1, "a"), WANTED, b"{}")
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_node_with_another_number_of_partitions() -> None:
+    store, node = ForgetfulStore(), MemoryNode(partitions=64)
+    await found_cluster(store, ROOT, node.engine, member(1, "a"), WANTED, b"{}")
+    found = store.store.apply(0, Range(ClusterKeys(ROOT).cluster))
+    assert isinstance(found, RangeResult)
+    assert decode_record(found.items[0], ClusterRecord).partitions == 64
+    error = await refused(store, member(2, "b"))  # it has 16
+    assert error.why == "this node has 16 partitions, and those of the cluster have 64"
+    assert "--partitions 64" in error.try_this
+    other = MemoryNode(partitions=64)
+    assert (await join_cluster(store, ROOT, other.engine, member(2, "b"))).partitions == 64
 
 
 def test_a_token_is_read_back_and_a_damaged_one_is_refused() -> None:

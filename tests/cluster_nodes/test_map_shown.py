@@ -67,7 +67,7 @@ class Shown:
 
     def __init__(self, told: MapVersion = NEVER_SENT, life: int = 7) -> None:
         self.view = ClusterView(KEYS)
-        self.config = ClusterConfig("127.0.0.1", "a", "default")
+        self.config = ClusterConfig("127.0.0.1", "a", "default", 1024)
         self.life = MapLife(self.view, told)
         self.shown = MapShown(self.view, self.life, self.config, "cluster", OWN)
         assert self.shown.update()
@@ -254,7 +254,8 @@ def test_life_that_was_not_raised_is_tried_again_after_second() -> None:
 async def test_a_join_that_is_taken_back_takes_no_version_back(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         meta, root, engine = cluster.meta.client(), KEYS.root, MemoryNode().engine
-        put = Put(KEYS.cluster, encode_record(ClusterRecord(copies=2)))
+        record = ClusterRecord(copies=2, partitions=engine.num_vbuckets)
+        put = Put(KEYS.cluster, encode_record(record))
         cluster.meta.store.apply(elapsed_ns(), Txn((), (put,)))
         await join_cluster(meta, root, engine, OWN)
         before = version_in(cluster.meta.store, root)

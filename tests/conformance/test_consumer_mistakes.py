@@ -76,6 +76,15 @@ def test_without_it_the_scenario_is_passed(scenario: str) -> None:
         assert played(scenario)[0] == NOT_APPLICABLE
 
 
+def test_a_consumer_that_supposes_1024_partitions() -> None:
+    """This one knows its partitions beforehand, which is right with 1,024 only."""
+    result, report = played("partitions-64")
+    assert result == FAIL, report
+    assert (
+        "does not take the number of partitions from the map: it asked for partition 92" in report
+    )
+
+
 def judged(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "clients.cli", "conformance", "consumer", *words],
@@ -84,7 +93,10 @@ def judged(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_passes_on_one_node_and_on_three() -> None:
-    names = "unknown-version,rollback-inside-a-snapshot,odd-documents,cluster-loses-changes"
+    names = (
+        "unknown-version,rollback-inside-a-snapshot,odd-documents,cluster-loses-changes,"
+        "partitions-128"
+    )
     ran = judged(
         "-j", "2", "--wait-for", "60", "--scenario", names, "-o", "json", "--",
         sys.executable, "examples/sqlite_mirror.py",
@@ -92,7 +104,7 @@ def test_the_example_passes_on_one_node_and_on_three() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     *results, summary = map(json.loads, ran.stdout.splitlines())
     assert {each["check"].partition(".")[2] for each in results} == set(names.split(","))
-    assert summary["summary"][PASS] == 4
+    assert summary["summary"][PASS] == 5
 
 
 def test_shifted_seqnos_are_reported_as_they_come() -> None:

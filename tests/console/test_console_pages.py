@@ -4,6 +4,8 @@ killed and comes back.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
@@ -325,3 +327,21 @@ def test_collections_users_settings_and_log(log_in, server: DcpdProcess) -> None
     go(page, "Log")
     page.get_by_label("Contains").fill("setting changed")
     expect(page.locator("table.log tbody tr")).to_contain_text("key=log_level")
+
+
+def test_the_pages_of_a_node_with_64_partitions(log_in, tmp_path: Path) -> None:
+    """The map has as many cells, and no form asks for a partition beyond."""
+    with DcpdProcess(tmp_path / "data", "--partitions", "64", "--test-mode") as few:
+        page = log_in(on=few)
+        go(page, "Partitions")
+        expect(page.get_by_role("gridcell")).to_have_count(64)
+        expect(page.get_by_text("64 partitions.")).to_be_visible()
+        for title in ("Partitions", "Documents", "Test bench"):
+            go(page, title)
+            fields = page.locator("input[name=vb]")
+            expect(fields.first).to_have_attribute("max", "63")
+            assert {field.get_attribute("max") for field in fields.all()} == {"63"}
+        go(page, "Partitions")
+        page.get_by_label("Partition", exact=True).fill("63")
+        page.get_by_role("button", name="Show").click()
+        expect(page.get_by_role("heading", name="Partition 63")).to_be_visible()

@@ -16,8 +16,10 @@ from clients.spark import fetch as fetch_module
 from clients.spark.columns import OPS
 from clients.spark.fetch import fetch, map_of
 from clients.spark.offset import entry_at, offset_of
+from clients.spark.options import OptionError
 from clients.spark.plan import next_entries, steps_between
 from clients.spark.survey import Survey
+from clients.testing import DcpServer
 from dcp.wire.opcode import Opcode
 
 KEY = b"key1"
@@ -381,3 +383,20 @@ def test_a_survey_knows_more_versions_than_plain_dcp_shows(dcpd, partitions):
     facts = {fact.vb_id: fact for fact in survey.facts()}
     survey.close()
     assert facts[VB].versions == log
+
+
+def test_a_server_with_64_partitions():
+    """The map says how many there are; one beyond is refused with the option's name."""
+    keys = {f"key-{number}".encode() for number in range(300)}
+    with DcpServer(None, "--partitions", "64") as server:
+        with server.connect() as kv:
+            for key in keys:
+                kv.set(key, key)
+        reader = Reader(server)
+        reader.survey = Survey(reader.servers, None)
+        facts = reader.survey.facts(all_of_them=True)
+        assert [fact.vb_id for fact in facts] == list(range(64))
+        assert {value for *_, value in reader.batch()} == keys
+        reader.survey.close()
+        with pytest.raises(OptionError, match=r"option partitions: 64 is not one of .* 0 to 63"):
+            Survey(reader.servers, (3, 64)).facts()

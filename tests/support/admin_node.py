@@ -155,7 +155,7 @@ class SmallNode:
         self.operations = SmallOperations()
         self.collections = SmallCollections()
         self.version = (1, 1)
-        self.bucket = "default"
+        self.bucket, self.num_vbuckets = "default", 1024
         self.refusals = Refusals()
         self.meter = Meter()
         self.dumps = self.backups = None

@@ -23,7 +23,7 @@ from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionChe
 from vbucket.engine.partition import VbState
 from vbucket.log.end_mark import LogEnd, read_marks
 from vbucket.model.control import SnapshotWindow
-from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.store.due import read_due
 from vbucket.store.environment import KvReader, StoreDamagedError
@@ -68,13 +68,16 @@ class StoreCheck:
         segments: list[int],
         read_segment: Callable[[int], bytes],
         *,
-        vb_ids: Iterable[int],
+        vb_ids: Iterable[int] = (),
         marks: Sequence[bytes] | None = None,
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[CheckProgress], None] = lambda _: None,
         cas_max: int = SEQNO_MAX,
     ) -> None:
-        """`cas_max`: a higher CAS is too far ahead."""
+        """`vb_ids`: the partitions to check; none: all that the node's record says.
+
+        `cas_max`: a higher CAS is too far ahead.
+        """
         self._reader = reader
         self._view = StoreView(reader)
         self._segments = segments
@@ -103,6 +106,8 @@ class StoreCheck:
             manifest = self._view.manifest()
         except (StoreDamagedError, *_UNDECODABLE) as error:
             yield _record(META_TABLE, "the collections manifest", error)
+        if not self._vb_ids:
+            self._vb_ids = list(range(NUM_VBUCKETS if node is None else node.partitions))
         for vb_id in self._vb_ids:
             yield from self._partition_record(vb_id)
         known = yield from self._known_ends(node)

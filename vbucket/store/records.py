@@ -24,6 +24,7 @@ import google_crc32c
 
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.store.environment import Buffer, KvReader, KvWrite, StoreFailedError, place_of
 from vbucket.store.key_record import RecordDamagedError
@@ -149,6 +150,9 @@ class NodeRecord(NamedTuple):
     part_merged: list[int] | None = None
     """`PartMerged`. The document omits it if it is None, because formats before 5 do not know it.
     """
+    partitions: int = NUM_VBUCKETS
+    """How many the node has, since its store was created. The document omits the default, which
+    is what formats before 5 have."""
 
 
 class CleanEnd(NamedTuple):
@@ -241,8 +245,8 @@ class RecordView:
 def put_node(write: KvWrite, node: NodeRecord) -> None:
     """Write the node's record."""
     document = node._asdict()
-    for name in ("merged_end", "part_merged"):
-        if document[name] is None:
+    for name in ("merged_end", "part_merged", "partitions"):
+        if document[name] == NodeRecord._field_defaults[name]:
             del document[name]
     _put_document(write, META_TABLE, _NODE_KEY, document)
 

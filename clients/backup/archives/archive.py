@@ -86,6 +86,21 @@ class Archive:
         self.write = place.write
         self.delete = place.delete
 
+    def follow_partitions(self, count: int, *, is_empty: bool) -> None:
+        """Take the number of partitions of the server that is backed up. Raises ArchiveError if
+        the archive has changes of another number.
+        """
+        if count == self.record.partitions:
+            return
+        if not is_empty:
+            raise ArchiveError(
+                f"the archive is of {self.record.partitions} partitions, and the server has"
+                f" {count}",
+                node=self.url, hint="Use a new archive. A restore of this one goes by key.",
+            )  # fmt: skip
+        self.record = self.record._replace(partitions=count)
+        self.write(ARCHIVE_FILE, pack_archive(self.record))
+
     def files(self) -> dict[str, int]:
         """Return the files below runs/ and their sizes. Raises ArchiveError."""
         return self._place.files(RUNS_FOLDER)

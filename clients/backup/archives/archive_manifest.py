@@ -24,6 +24,7 @@ from vbucket.model.ids import NUM_VBUCKETS
 ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])
 RUN_MAGIC: Final = b"DCPDRUN" + bytes([FORMAT_VERSION])
 MARK_MAGIC: Final = b"DCPDFIN" + bytes([FORMAT_VERSION])
+PARTITION_COUNTS: Final = frozenset(1 << bits for bits in range(NUM_VBUCKETS.bit_length()))
 BASE_SEGMENT: Final = "base-"
 """Begins the file names of segments of a base."""
 _HEAD: Final = Struct(">8sII")
@@ -34,6 +35,8 @@ class ArchiveRecord(NamedTuple):
 
     archive_id: str
     created_ns: int
+    partitions: int = NUM_VBUCKETS
+    """How many the server has that is backed up: the first run tells."""
 
 
 class MarkRecord(NamedTuple):
@@ -136,19 +139,20 @@ class RunRecord(NamedTuple):
 def pack_archive(record: ArchiveRecord) -> bytes:
     """Return the content of the archive's own file."""
     return _pack(ARCHIVE_MAGIC, {"id": record.archive_id, "created_ns": record.created_ns,
-                                 "partitions": NUM_VBUCKETS})  # fmt: skip
+                                 "partitions": record.partitions})  # fmt: skip
 
 
 def parse_archive(data: bytes) -> ArchiveRecord:
     """Return the archive's record. Raises DamagedError, ArchiveFormatError, ArchiveError."""
     document = _parse(ARCHIVE_MAGIC, data)
     try:
-        if document["partitions"] != NUM_VBUCKETS:
+        count = document["partitions"]
+        if count not in PARTITION_COUNTS:
             raise ArchiveError(
-                f"the archive is from a server with {document['partitions']} partitions; only"
-                f" {NUM_VBUCKETS} are supported"
+                f"the archive is from a server with {count} partitions; a power of two up to"
+                f" {NUM_VBUCKETS} is supported"
             )
-        return ArchiveRecord(str(document["id"]), int(document["created_ns"]))
+        return ArchiveRecord(str(document["id"]), int(document["created_ns"]), count)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"the document cannot be read: {error!r}") from error
 

@@ -25,6 +25,8 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
     """Show the high seqno of each partition."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         found = kv.get_all_vb_seqnos()
+        if vb_ids and max(vb_ids) >= (topology := kv.topology()).num_vbuckets:
+            topology.node_of(max(vb_ids))  # says that it is none
     rows = [
         (vb_id, seqno)
         for vb_id, seqno in found.items()

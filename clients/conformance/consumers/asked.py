@@ -157,6 +157,8 @@ class Evidence(NamedTuple):
     ended: str
     """How the process ended; "" if it runs."""
     noops_unanswered: int
+    partitions: int
+    """How many the server has."""
     deleted: frozenset[str]
     """Keys that were deleted or have expired."""
     undone: frozenset[str]
@@ -247,6 +249,16 @@ def _no_return_after_end(of: Evidence) -> str:
     return ""
 
 
+def _another_number(of: Evidence) -> str:
+    beyond = sorted({each.vb_id for each in of.exchange.asked if each.vb_id >= of.partitions})
+    if not beyond:
+        return ""
+    return (
+        f"it does not take the number of partitions from the map: it asked for partition"
+        f" {beyond[0]}, and the server has {of.partitions}, 0 to {of.partitions - 1}"
+    )
+
+
 def _old_version(of: Evidence) -> str:
     refused: dict[tuple[int, int, int], int] = {}
     for asked in of.exchange.asked:
@@ -308,7 +320,8 @@ def _never_acknowledged(of: Evidence) -> str:
 
 
 MISTAKES: Final[tuple[Callable[[Evidence], str], ...]] = (
-    _ended, _never_went_back, _named_inside_as_whole, _inside_out_of_order, _rounded, _left_noops,
+    _ended, _another_number, _never_went_back, _named_inside_as_whole, _inside_out_of_order,
+    _rounded, _left_noops,
     _no_return_after_end, _never_acknowledged, _skipped_new_history, _kept_undone, _kept_deleted,
     _old_version,
 )  # fmt: skip

@@ -18,6 +18,8 @@ _PAIR: Final = Struct(">QQ")
 _REQUEST: Final = Struct(">IIQQQQQ")
 _VB_SEQNO: Final = Struct(">HQ")
 NO_END: Final = 2**64 - 1
+PLACES: Final = 64
+"""Partitions that get documents, however many there are."""
 BEYOND_A_DOUBLE: Final = 2**53 + 1
 X_PREVIOUS_VALUE, X_SNAPSHOT_END = 0xED, 0xEE
 """Messages of dcpd's own, for consumers that ask for them."""
@@ -333,3 +335,42 @@ def history_streams(stage: Stage) -> None:
     stage.until_same()
     stage.write(3)
     stage.until_same()
+
+
+def _with_documents_everywhere(stage: Stage) -> None:
+    """Write to partitions from the first to the last, which then branches while it is away."""
+    last = stage.partitions - 1
+    places = [*range(0, stage.partitions, stage.partitions // PLACES), last]
+    stage.consumer.start()
+    for vb_id in places:
+        stage.write(1, vb_id=vb_id)
+    stage.until_same()
+    stage.write(2, first=1, vb_id=last)
+    stage.until_same()
+    stage.consumer.kill()
+    stage.branch(1, vb_id=last)
+    for vb_id in places[::8]:
+        stage.delete(stage.key(0, vb_id))
+    stage.write(1, first=3, vb_id=last)
+    stage.consumer.start()
+    stage.until_same()
+
+
+@scenario(GROUP, "a server with 64 partitions, from the first to the last", partitions=64)
+def partitions_64(stage: Stage) -> None:
+    """The number of partitions is the length of vBucketMap in the configuration. A consumer that
+    takes it to be 1,024 asks for streams that do not exist: NOT_MY_VBUCKET.
+    """
+    _with_documents_everywhere(stage)
+
+
+@scenario(GROUP, "a server with 128 partitions, from the first to the last", partitions=128)
+def partitions_128(stage: Stage) -> None:
+    """Couchbase Server 8 makes buckets of 128. It is the same with that number."""
+    _with_documents_everywhere(stage)
+
+
+@scenario(GROUP, "a server with 1,024 partitions, from the first to the last", partitions=1024)
+def partitions_1024(stage: Stage) -> None:
+    """All are followed at once: 1,024 streams, perhaps on one connection, in any order."""
+    _with_documents_everywhere(stage)

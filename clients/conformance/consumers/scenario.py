@@ -7,6 +7,7 @@ from inspect import cleandoc
 from typing import Final, NamedTuple
 
 from clients.conformance.consumers.stage import Stage
+from vbucket.model.ids import NUM_VBUCKETS
 
 
 class Scenario(NamedTuple):
@@ -22,13 +23,20 @@ class Scenario(NamedTuple):
     needs_cluster: bool
     timeout_s: float
     """How much longer than usual it may take, in s."""
+    partitions: int
+    """Of its server."""
 
 
 SCENARIOS: Final[dict[str, Scenario]] = {}
 
 
 def scenario(
-    group: str, title: str, *, needs_cluster: bool = False, timeout_s: float = 0.0
+    group: str,
+    title: str,
+    *,
+    needs_cluster: bool = False,
+    timeout_s: float = 0.0,
+    partitions: int = NUM_VBUCKETS,
 ) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
     """Put a function into the table. Its name is the scenario's, its docstring the page."""
 
@@ -36,7 +44,9 @@ def scenario(
         name = play.__name__.replace("_", "-")
         assert name not in SCENARIOS, "two scenarios share a name"
         page = cleandoc(play.__doc__ or "")
-        SCENARIOS[name] = Scenario(name, group, title, page, play, needs_cluster, timeout_s)
+        SCENARIOS[name] = Scenario(
+            name, group, title, page, play, needs_cluster, timeout_s, partitions
+        )
         return play
 
     return add

@@ -35,6 +35,7 @@ from clients.kv.sync_client import SyncKv
 from clients.operation import vbucket_of
 from clients.testing.cluster import DcpCluster
 from clients.testing.process import DcpServer
+from vbucket.model.ids import NUM_VBUCKETS
 
 VB: Final = 92
 """The partition that most scenarios write to."""
@@ -80,10 +81,14 @@ class Stage:
         timeout_s: float,
         cluster: DcpCluster | None = None,
         keys: dict[str, None] | None = None,
+        partitions: int = NUM_VBUCKETS,
     ) -> None:
         self.timeout_s = timeout_s
         self.cluster = cluster
-        self.server = DcpServer(folder / "server", "--test-mode", "on")
+        self.partitions = partitions
+        self.server = DcpServer(
+            folder / "server", "--test-mode", "on", "--partitions", str(partitions)
+        )
         self._folder = folder
         self._command = command
         self._keys: dict[str, None] = {} if keys is None else keys
@@ -150,7 +155,7 @@ class Stage:
         found = int(keys[-1].rpartition("-")[2]) if keys else 0
         while len(keys) <= number:
             found += 1
-            if vbucket_of(f"key-{found}") == vb_id:
+            if vbucket_of(f"key-{found}", self.partitions) == vb_id:
                 keys.append(f"key-{found}")
         return keys[number]
 
@@ -202,7 +207,7 @@ class Stage:
             wire.ask(p.SASL_AUTH, key=b"PLAIN", value=b"\0guest\0guest")
             wire.ask(p.SELECT_BUCKET, key=b"default")
             answer = wire.ask(
-                p.SUBDOC_DICT_UPSERT, vbucket_of(key), key=key.encode(),
+                p.SUBDOC_DICT_UPSERT, vbucket_of(key, self.partitions), key=key.encode(),
                 extras=_PATH.pack(len(_XATTR_PATH), _ON_XATTR), value=_XATTR_PATH + b'"noted"',
             )  # fmt: skip
             assert answer.field == p.OK, answer
@@ -340,9 +345,9 @@ class Stage:
         for key in found.lacking + found.stale:
             with suppress(NotFoundError):  # it has expired meanwhile
                 meta = self.kv.metadata(key)
-                seqnos[key] = vbucket_of(key), int(str(meta["seqno"]), 0)
+                seqnos[key] = vbucket_of(key, self.partitions), int(str(meta["seqno"]), 0)
         evidence = Evidence(
-            self.exchange(), found, seqnos, ended, self._unanswered,
+            self.exchange(), found, seqnos, ended, self._unanswered, self.partitions,
             frozenset(self._deleted), frozenset(self._undone),
         )  # fmt: skip
         raise JudgedError(told(evidence, self.vb_id, why))

@@ -121,6 +121,7 @@ def play_one(
             stage = Stage(
                 command, Path(folder), timeout_s=timeout_s + scenario.timeout_s,
                 cluster=shared.get() if shared else None, keys=shared.keys if shared else None,
+                partitions=scenario.partitions,
             )  # fmt: skip
             stage.vb_id += number
             with stage:

@@ -14,7 +14,6 @@ from dcp.server.access.browser_sessions import CONSOLE_HEADER
 from dcp.server.admin.bodies import CouchbaseProblem, ErrorDetails, Problem
 from dcp.session.access.rights import Role
 from dcp.session.controls import is_decimal
-from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -157,15 +156,22 @@ def session_token_of(request: Request) -> str:
     return request.cookies.get(cookie_of(request), "") if CONSOLE_HEADER in request.headers else ""
 
 
+def partitions_of(request: Request) -> int:
+    """Return how many partitions the node that is asked has."""
+    count: int = request.app.state.num_vbuckets
+    return count
+
+
 def vb_of(request: Request) -> int:
     """Return the partition in the path."""
     text: str = request.path_params["vb"]
-    vb_id = number_in(text, NUM_VBUCKETS - 1)
+    last = partitions_of(request) - 1
+    vb_id = number_in(text, last)
     if vb_id is None:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
             f"there is no partition {text[:30]}",
-            why=f"partitions are numbered 0 to {NUM_VBUCKETS - 1}",
+            why=f"partitions are numbered 0 to {last}",
             try_this="dcpctl seqnos lists them",
         )
     return vb_id

@@ -113,6 +113,7 @@ def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:
             500: door.answer_failure,
         },
     )
+    app.state.num_vbuckets = parts.config.num_vbuckets
     # A redirect would use the Host header, which is not always checked.
     app.router.redirect_slashes = False
     return app

@@ -45,7 +45,7 @@ from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import read_marks
 from vbucket.log.record import LogDamagedError
 from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
-from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS, NUM_VBUCKETS
+from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.lmdb.environment_lmdb import LmdbPageReader
 from vbucket.store.records import TABLES
@@ -180,7 +180,6 @@ def check_tables(data_path: Path) -> int:
         _segments(log_folder),
         lambda n: _segment(log_folder, n),
         marks=_marks(log_folder),
-        vb_ids=range(NUM_VBUCKETS),
         on_progress=tell,
         cas_max=time.time_ns() + CAS_DRIFT_NS + CAS_AHEAD_NS,
     )

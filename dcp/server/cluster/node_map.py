@@ -45,7 +45,6 @@ from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import MemberRecord
 from failover.coordinator.view import ClusterView, bucket_map
 from failover.metadata.metastore import MetaStore, StoreResult
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.partition_map import MapNode
 
 
@@ -100,7 +99,7 @@ class MapShown:
             vb_id: stored.content.record.master for vb_id, stored in view.partitions.items()
         }
         shown = bucket_map(
-            view, NUM_VBUCKETS, self._own.member, _nodes(self._members),
+            view, self._config.num_vbuckets, self._own.member, _nodes(self._members),
             rev=version.rev, rev_epoch=version.life,
         )  # fmt: skip
         self._config.show(shown, self._cluster)

@@ -89,7 +89,6 @@ from failover.replication.receipt import (
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
 
@@ -483,6 +482,11 @@ class ReplicatedNode:
         self._carry_out()
 
     @property
+    def num_vbuckets(self) -> int:
+        """How many partitions the cluster has."""
+        return self._parts.engine.num_vbuckets
+
+    @property
     def older_store(self) -> OlderStore:
         """Whether the metadata store is older than what nodes have seen, and since when."""
         return self._parts.health.older_store
@@ -497,7 +501,7 @@ class ReplicatedNode:
         view = self.session.view
         older = {each.vb_id for each in older_records(view)} | self.seen.records.older.keys()
         if self.is_store_emptied:
-            older = set(range(NUM_VBUCKETS))
+            older = set(range(self.num_vbuckets))
         self._parts.health.store_is_older(len(older), time.time(), serves=self.served() > 0)
 
     def _adopt_users(self) -> None:

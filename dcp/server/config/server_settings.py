@@ -13,6 +13,7 @@ from dcp.server.config.setting_values import (
     Option,
     read_bucket,
     read_choice,
+    read_choice_or_auto,
     read_count,
     read_duration,
     read_file,
@@ -196,6 +197,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         Path,
         Option("Data folder; created if missing.", read_path, "DIR"),
     ] = Path("dcpd-data")
+    partitions: Annotated[
+        int | None,
+        Option(
+            "Partitions of a new data folder. It keeps its number, and all nodes of a cluster have "
+            "the same. auto: that of the folder, 1024 in a new one.",
+            read_choice_or_auto,
+            "NUMBER|auto",
+            choices=("64", "128", "256", "512", "1024"),
+        ),
+    ] = None
     durability: Annotated[
         Literal["commit", "interval", "none"],
         Option(

@@ -137,6 +137,16 @@ def read_count(value: object, option: Option) -> int:
     return int(text)
 
 
+def read_choice_or_auto(value: object, option: Option) -> int | None:
+    """Return one of the option's choices, which are numbers; "auto" is None."""
+    text = str(value).strip().lower()
+    if text == AUTO:
+        return None
+    if isinstance(value, bool) or text not in option.choices:
+        raise ValueError(f"must be one of {', '.join(option.choices)}, or auto")
+    return int(text)
+
+
 def read_size(value: object, option: Option) -> int:
     """Return bytes from "16MiB" and the like."""
     number, unit = _number_and_unit(value)

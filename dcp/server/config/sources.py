@@ -21,6 +21,7 @@ from dcp.server.config.setting_values import (
     NONE,
     Option,
     duration_text,
+    read_choice_or_auto,
     read_duration,
     read_names,
     read_size,
@@ -81,9 +82,9 @@ def default_text(key: str) -> str:
 
 
 def _shown(option: Option, value: Any) -> str:
-    if option.parse is read_size_or_auto:
-        return AUTO if value is None else size_text(value)
-    if option.parse is read_size:
+    if value is None and option.parse in {read_size_or_auto, read_choice_or_auto}:
+        return AUTO
+    if option.parse in {read_size, read_size_or_auto}:
         return size_text(value)
     if option.parse is read_duration:
         return duration_text(value)

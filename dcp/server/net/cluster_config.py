@@ -22,9 +22,10 @@ class ClusterConfig:
     with each new map.
     """
 
-    def __init__(self, host: str, node_id: str, bucket: str) -> None:
+    def __init__(self, host: str, node_id: str, bucket: str, num_vbuckets: int) -> None:
         self.bucket = bucket
         """The name of the only bucket."""
+        self.num_vbuckets = num_vbuckets
         self._host = host
         self._node_id = node_id
         self._map: PartitionMap
@@ -39,6 +40,7 @@ class ClusterConfig:
             admin_port=ports.admin,
             kv_tls_port=ports.kv_tls,
             admin_tls_port=ports.admin_tls,
+            num_vbuckets=self.num_vbuckets,
         )
         self.show(single, self._node_id)
 

@@ -54,7 +54,7 @@ from vbucket.model.entry import (
     seqno_of,
     value_of,
 )
-from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import vbucket_of
 from vbucket.model.manifest import collection_of, decode_leb128, encode_leb128
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import plain, plain_body
@@ -262,7 +262,7 @@ class Documents:
             raise DocumentRefusedError(
                 Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes, not {len(key)}"
             )
-        return vbucket_of(key), self._prefix_of(collection) + key
+        return vbucket_of(key, self._engine.num_vbuckets), self._prefix_of(collection) + key
 
     def _prefix_of(self, collection: str) -> bytes:
         collection_id = self._engine.keyspace.manifest.collection_id(collection)
@@ -380,7 +380,8 @@ class Documents:
         read are left out. A damaged partition does not hide the others. Raises
         DocumentRefusedError.
         """
-        start_vb, after = _position_of(position)
+        num_vbuckets = self._engine.num_vbuckets
+        start_vb, after = _position_of(position, num_vbuckets)
         stored_prefix = self._prefix_of(collection) + prefix
         path = self._path(stored_prefix)
         if self._scans >= SCANS_MAX:
@@ -392,7 +393,7 @@ class Documents:
         rows: list[KeyRow] = []
         unreadable: list[int] = []
         try:
-            for vb_id in range(start_vb, NUM_VBUCKETS):
+            for vb_id in range(start_vb, num_vbuckets):
                 last = None
                 try:
                     last = await self._scan(
@@ -403,9 +404,9 @@ class Documents:
                 if last is not None:
                     return KeyList(rows, f"{vb_id}.{last.hex()}", vb_id, unreadable)
                 after = b""
-                if time.monotonic() > deadline_s and vb_id + 1 < NUM_VBUCKETS:
+                if time.monotonic() > deadline_s and vb_id + 1 < num_vbuckets:
                     return KeyList(rows, f"{vb_id + 1}.", vb_id + 1, unreadable)
-            return KeyList(rows, None, NUM_VBUCKETS, unreadable)
+            return KeyList(rows, None, num_vbuckets, unreadable)
         finally:
             self._scans -= 1
 
@@ -488,7 +489,7 @@ class Documents:
         too_new: dict[int, float | None] = {}
         try:
             async with asyncio.timeout(PAGE_TIME_S):
-                for vb_id in range(NUM_VBUCKETS):
+                for vb_id in range(self._engine.num_vbuckets):
                     try:
                         await self._first_of(vb_id, start, path, rights, first, at_s)
                     except StoreDamagedError:
@@ -695,7 +696,7 @@ def _why(answer: Frame) -> str:
         return ""
 
 
-def _position_of(position: str) -> tuple[int, bytes]:
+def _position_of(position: str, num_vbuckets: int) -> tuple[int, bytes]:
     if not position:
         return 0, b""
     vb, _, after = position.partition(".")
@@ -703,7 +704,7 @@ def _position_of(position: str) -> tuple[int, bytes]:
         vb_id, key = int(vb), bytes.fromhex(after)
     except ValueError:
         vb_id, key = -1, b""
-    if not 0 <= vb_id < NUM_VBUCKETS:
+    if not 0 <= vb_id < num_vbuckets:
         raise DocumentRefusedError(Status.EINVAL, f"{position[:50]!r} is no position of a search")
     return vb_id, key
 

@@ -89,6 +89,7 @@ class Head(msgspec.Struct):
     version: str
     durability: str
     uptime_s: Count
+    partitions: Count
     items: Count
     connections: Count
 
@@ -306,7 +307,7 @@ class ConsoleView:
             warnings.append(f"{len(sources.faults.rules)} fault rules are active")
         return Head(
             self._boot, number, round(time.time(), 1), health.is_ready, why_not, warnings,
-            about.version, about.durability, about.uptime_s,
+            about.version, about.durability, about.uptime_s, sources.engine.num_vbuckets,
             sum(part.item_count for part in sources.engine.partitions), len(sources.connections),
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.ids import CAS_AHEAD_NS, NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import CAS_AHEAD_NS, SEQNO_MAX
 from vbucket.native.form import form_text, has_loops
 from vbucket.upkeep.seqno_at_time import seqno_before
 
@@ -87,7 +87,7 @@ class Stats:
             return None
         if not argument:
             return [item for part in self._engine.partitions for item in per_partition(part)]
-        if not is_decimal(argument) or int(argument) >= NUM_VBUCKETS:
+        if not is_decimal(argument) or int(argument) >= self._engine.num_vbuckets:
             return None
         return per_partition(self._engine.partitions[int(argument)])
 
@@ -219,7 +219,7 @@ class Stats:
         shows it.
         """
         number, _, name = argument.partition(" ")
-        if not is_decimal(number) or int(number) >= NUM_VBUCKETS:
+        if not is_decimal(number) or int(number) >= self._engine.num_vbuckets:
             return None
         part = self._engine.partitions[int(number)]
         wanted = name.removeprefix(_CONNECTION_PREFIX)
@@ -349,7 +349,7 @@ def _seqno_at(engine: Engine, arguments: list[str]) -> Rows | None:
     if len(arguments) != 2 or not all(map(is_decimal, arguments)):
         return None
     vb_id, time_ns = map(int, arguments)
-    if vb_id >= NUM_VBUCKETS or time_ns > SEQNO_MAX:
+    if vb_id >= engine.num_vbuckets or time_ns > SEQNO_MAX:
         return None
     part = engine.partitions[vb_id]
     after_seqno = 0

@@ -38,7 +38,6 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.upkeep.compaction import SliceReport
 from vbucket.upkeep.retention import FloorStep, Windows
 
@@ -53,7 +52,6 @@ MERGES_BETWEEN: Final = 3
 plan, one while floors are committed, one between two turns."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
-_ALL: Final = range(NUM_VBUCKETS)
 _T = TypeVar("_T")
 
 
@@ -169,7 +167,9 @@ class Compaction:
         is_due = changes - self._planned_changes >= PLAN_CHANGES_MIN
         if is_due or now_s - self._planned_s >= PLAN_REST_S:
             self._planned_changes, self._planned_s = changes, now_s
-            await self._plan_and_raise(_ALL, self.windows, is_forced=False)
+            await self._plan_and_raise(
+                range(self._engine.num_vbuckets), self.windows, is_forced=False
+            )
         await self._raise(list(self._floors.held.values()), is_repeated=True)
         self._end_what_stands_still(now_s)
         await self._compact()

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.observe.event_log import EventLog
-from dcp.server.storage.folder import open_folder
+from dcp.server.storage.folder import FolderError, open_folder
 from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
 from dcp.server.storage.memory_share import item_cache_size
-from vbucket.engine.recovery.startup import recover_node
+from vbucket.engine.recovery.startup import OtherNumberError, recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.disk_folder import sync_folder
-from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.environment import StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord
@@ -57,17 +57,26 @@ class Storage:
             for name in (self.folder.store_path, self.folder.path):
                 sync_folder(name)  # LMDB syncs its file, but not the folders above it
             keep = partial(keep_copies, self.folder.path) if accepts_log_loss else None
-            self._startup = startup = recover_node(
-                env,
-                self.device,
-                durability=settings.durability,
-                num_vbuckets=NUM_VBUCKETS,
-                draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
-                draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
-                memtable_bytes_max=settings.memtable_bytes,
-                item_cache_bytes=self.cache_size.bytes_max,
-                keep_copies=keep,
-            )
+            try:
+                self._startup = startup = recover_node(
+                    env,
+                    self.device,
+                    durability=settings.durability,
+                    num_vbuckets=settings.partitions,
+                    draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
+                    draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
+                    memtable_bytes_max=settings.memtable_bytes,
+                    item_cache_bytes=self.cache_size.bytes_max,
+                    keep_copies=keep,
+                )
+            except OtherNumberError as error:
+                raise FolderError(
+                    f"{path}: this data folder has {error.num_vbuckets} partitions, not "
+                    f"{settings.partitions}. A folder keeps the number that it was made with, "
+                    "because the place of each key depends on it. Leave --partitions out, or start "
+                    f"an empty --data folder with --partitions {settings.partitions} and restore a "
+                    "backup into it"
+                ) from error
             self.store, self.engine = startup.store, startup.engine
             self.writer = startup.writer
             self.torn, self.loss = startup.torn, startup.loss

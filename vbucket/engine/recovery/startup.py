@@ -30,6 +30,7 @@ from vbucket.log.record import LogDamagedError, groups_after, scan_segment, spli
 from vbucket.log.recovery import Recovery, TornTail, recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import KvEnv
 from vbucket.store.records import (
     STORE_FORMAT_VERSION,
@@ -123,11 +124,19 @@ class Startup:
         self.store.begin(self._node)
 
 
+class OtherNumberError(Exception):
+    """The store has another number of partitions, `num_vbuckets`, than was asked for."""
+
+    def __init__(self, num_vbuckets: int) -> None:
+        super().__init__(f"the store has {num_vbuckets} partitions")
+        self.num_vbuckets = num_vbuckets
+
+
 def recover_node(
     env: KvEnv,
     device: LogDevice,
     *,
-    num_vbuckets: int,
+    num_vbuckets: int | None,
     durability: str,
     draw_uuid: Callable[[], int],
     draw_node_id: Callable[[], str],
@@ -137,9 +146,10 @@ def recover_node(
 ) -> Startup:
     """Restore the state in which the last run ended. Call `begin` afterwards.
 
-    If the log is damaged and `keep_copies` is given, the rest of the log is given up. Raises
-    LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError, StoreFailedError,
-    LogWriteError, SyncFailedError.
+    `num_vbuckets` is what the store must have; None: it keeps its number, and a new one gets
+    NUM_VBUCKETS. If the log is damaged and `keep_copies` is given, the rest of the log is given up.
+    Raises OtherNumberError, LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError,
+    StoreFailedError, LogWriteError, SyncFailedError.
     """
     store, node = _opened_store(
         env,
@@ -149,11 +159,13 @@ def recover_node(
         draw_uuid=draw_uuid,
         draw_node_id=draw_node_id,
     )
+    if num_vbuckets not in {None, node.partitions}:
+        raise OtherNumberError(node.partitions)
     was_synced = node.durability == "commit"
     clean_end = store.clean_end() if node.clean_shutdown else None
     kept, lost_kept = _read_kept(store, device, keep_copies)
     engine = Engine(
-        store, draw_uuid, num_vbuckets, memtable_bytes_max, item_cache_bytes=item_cache_bytes
+        store, draw_uuid, node.partitions, memtable_bytes_max, item_cache_bytes=item_cache_bytes
     )
     replay = Replay(engine, store)
     for number, entries in kept:
@@ -232,7 +244,7 @@ def _opened_store(
     env: KvEnv,
     device: LogDevice,
     *,
-    num_vbuckets: int,
+    num_vbuckets: int | None,
     durability: str,
     draw_uuid: Callable[[], int],
     draw_node_id: Callable[[], str],
@@ -252,11 +264,11 @@ def _opened_store(
             "back, or restore a copy of the whole folder"
         )
     store.close()
-    node = _first_node(env, draw_node_id(), durability)
-    return Store.create(env, node, new_partitions(draw_uuid, num_vbuckets)), node
+    node = _first_node(env, draw_node_id(), durability, num_vbuckets or NUM_VBUCKETS)
+    return Store.create(env, node, new_partitions(draw_uuid, node.partitions)), node
 
 
-def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:
+def _first_node(env: KvEnv, node_id: str, durability: str, num_vbuckets: int) -> NodeRecord:
     return NodeRecord(
         format_version=STORE_FORMAT_VERSION,
         engine_version=env.engine,
@@ -264,6 +276,7 @@ def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:
         clean_shutdown=True,
         durability=durability,
         merged_segment=0,
+        partitions=num_vbuckets,
     )
 
 

@@ -1,11 +1,11 @@
-// The map of all partitions: a grid of 1,024 cells that is walked with the arrow keys.
+// The map of all partitions: a grid of cells that is walked with the arrow keys.
 
 import { html, useEffect, useRef } from "./vendor-htm-preact.js";
 
 const COLUMNS = 32;
 
 // `looks`: {className, mark, label} of each partition.
-// 1,024 buttons that are made once. After that only what has changed is written.
+// Buttons that are made once. After that only what has changed is written.
 export function PartitionGrid({ looks, chosen, onChoose }) {
   const place = useRef();
   const cells = useRef([]);

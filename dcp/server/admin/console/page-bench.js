@@ -49,7 +49,7 @@ async function change(isMember, kind, vb, body) {
 const OPCODES = ["", "GET", "SET", "DELETE", "DCP_OPEN", "DCP_STREAM_REQ", "DCP_BUFFER_ACK"];
 const STATUSES = ["", "ETMPFAIL", "EBUSY", "ENOMEM", "NOT_MY_VBUCKET", "KEY_ENOENT", "EACCESS", "ROLLBACK"];
 
-function BranchMany({ isMember }) {
+function BranchMany({ isMember, last }) {
   const title = "Branch many";
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
@@ -71,14 +71,14 @@ function BranchMany({ isMember }) {
   return html`<section class="card" aria-labelledby="act-many">
     <h2 id="act-many">${title}</h2><p class="hint">Undoes the newest changes of many partitions together.</p>
     <form onSubmit=${submit} class="fields">
-      <${Field} label="${title}: partitions" name="vbs" pattern="[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*" hint="such as 0-1023" required />
+      <${Field} label="${title}: partitions" name="vbs" pattern="[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*" hint="such as 0-${last}" required />
       <${Field} label="Per cent of the changes" name="percent" type="number" min="1" max="100" required />
       <button class="danger" disabled=${isRunning}>${title}</button></form>
     ${notice}${dialog}
   </section>`;
 }
 
-function PartitionAct({ kind, isMember }) {
+function PartitionAct({ kind, isMember, last }) {
   const { title, field: [name, label, isNeeded], hint } = PARTITION_ACTS[kind];
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
@@ -92,14 +92,14 @@ function PartitionAct({ kind, isMember }) {
   return html`<section class="card" aria-labelledby="act-${kind}">
     <h2 id="act-${kind}">${title}</h2><p class="hint">${hint}</p>
     <form onSubmit=${submit} class="fields">
-      <${Field} label="${title}: partition" name="vb" type="number" min="0" max="1023" required />
+      <${Field} label="${title}: partition" name="vb" type="number" min="0" max=${last} required />
       <${Field} label=${label} name=${name} type="number" min="0" required=${isNeeded} />
       <button class="danger" disabled=${isRunning}>${title}</button></form>
     ${notice}${dialog}
   </section>`;
 }
 
-function Faults({ sample }) {
+function Faults({ sample, last }) {
   const [rules, setRules] = useState([]);
   const [error, setError] = useState(null);
   const [opcode, setOpcode] = useState("");
@@ -138,7 +138,7 @@ function Faults({ sample }) {
     <form onSubmit=${submit} class="fields">
       <${Choice} label="Command" options=${OPCODES.map((name) => [name, name || "any"])} value=${opcode} onChange=${setOpcode} />
       <${Choice} label="Answer" options=${STATUSES.map((name) => [name, name || "as usual"])} value=${status} onChange=${setStatus} />
-      <${Field} label="Only partition" name="vb" type="number" min="0" max="1023" />
+      <${Field} label="Only partition" name="vb" type="number" min="0" max=${last} />
       <${Field} label="Delay in ms" name="delay_ms" type="number" min="0" />
       <${Field} label="How often" name="count" type="number" min="1" hint="empty: always" />
       <label class="check"><input type="checkbox" name="disconnect" /> Close the connection</label>
@@ -157,10 +157,11 @@ function Faults({ sample }) {
 
 export function BenchPage({ head, cluster }) {
   const isMember = cluster != null;
+  const last = head.partitions - 1;
   return html`
     <p class="banner" role="note"><strong>Test mode.</strong> What you do here makes the server forget
       changes or answer wrongly on purpose. It was started with --test-mode.</p>
-    <div class="columns">${Object.keys(PARTITION_ACTS).map((kind) => html`<${PartitionAct} key=${kind} kind=${kind} isMember=${isMember} />`)}
-      <${BranchMany} isMember=${isMember} /></div>
-    <${Faults} sample=${head.sample} />`;
+    <div class="columns">${Object.keys(PARTITION_ACTS).map((kind) => html`<${PartitionAct} key=${kind} kind=${kind} isMember=${isMember} last=${last} />`)}
+      <${BranchMany} isMember=${isMember} last=${last} /></div>
+    <${Faults} sample=${head.sample} last=${last} />`;
 }

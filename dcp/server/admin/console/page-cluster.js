@@ -225,7 +225,7 @@ function Timeline({ events, receipts }) {
 
 function Alone() {
   return html`<section class="card empty"><h2>This node is in no cluster</h2>
-    <p>It keeps all 1,024 partitions on its own disk. With three nodes, each change is on a majority of
+    <p>It keeps all partitions on its own disk. With three nodes, each change is on a majority of
       disks before it is answered, and another node takes over within seconds when one dies.</p>
     <pre tabindex="0">dcpctl cluster init            # on this node; it prints how others join
 dcpctl cluster join --token-file FILE   # on the others</pre>

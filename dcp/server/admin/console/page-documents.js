@@ -192,7 +192,7 @@ function Listing({ collection, prefix, lookUp, changes, asOf }) {
   </section>`;
 }
 
-function AsOf() {
+function AsOf({ last }) {
   const [notice, run, isRunning] = useAct();
   const [dump, setDump] = useState(null);
   function submit(event) {
@@ -212,7 +212,7 @@ function AsOf() {
   }
   return html`<section aria-labelledby="asof"><h2 id="asof">A partition as of a seqno</h2>
     <form onSubmit=${submit} class="fields">
-      <${Field} label="Partition" name="vb" type="number" min="0" max="1023" required />
+      <${Field} label="Partition" name="vb" type="number" min="0" max=${last} required />
       <${Field} label="As of seqno" name="at" type="number" min="0" placeholder="now" />
       <button disabled=${isRunning}>Show</button></form>
     ${notice}
@@ -229,7 +229,7 @@ function AsOf() {
   </section>`;
 }
 
-export function DocumentsPage({ may, args, cluster }) {
+export function DocumentsPage({ head, may, args, cluster }) {
   const [notice, run, isRunning] = useAct();
   const [found, setFound] = useState(null);
   const [collection, setCollection] = useState(args[0] || DEFAULT_COLLECTION);
@@ -260,5 +260,5 @@ export function DocumentsPage({ may, args, cluster }) {
     ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may} isMember=${cluster != null} asOf=${asOf}
       onChanged=${() => setChanges((count) => count + 1)} />`}
     <${Listing} ...${{ collection, prefix, lookUp, changes, asOf }} />
-    ${may.dump && html`<${AsOf} />`}`;
+    ${may.dump && html`<${AsOf} last=${head.partitions - 1} />`}`;
 }

@@ -1,4 +1,4 @@
-// Partitions: a map of all 1,024, one of them in detail, and why a consumer would roll back.
+// Partitions: a map of all, one of them in detail, and why a consumer would roll back.
 
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
 import { ask } from "./api.js";
@@ -135,7 +135,7 @@ export function PartitionsPage({ head, state, may }) {
     <div class="toolbar">
       <${Choice} label="Colour by" options=${COLOURS} value=${by} onChange=${setBy} />
       ${may.history && html`<form onSubmit=${goTo} class="fields">
-        <${Field} label="Partition" name="vb" type="number" min="0" max="1023" required />
+        <${Field} label="Partition" name="vb" type="number" min="0" max=${state.states.length - 1} required />
         <button>Show</button></form>`}
     </div>
     <${PartitionGrid} looks=${looks(state, shown)} chosen=${chosen}

@@ -48,7 +48,6 @@ from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.storage.health import Health
 from dcp.session.session_commands import REPORTED_VERSION
-from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -267,7 +266,7 @@ class _Field:
             | SETTINGS_OF_BUCKET
             | {
                 "storageBackend": "couchstore",
-                "numVBuckets": NUM_VBUCKETS,
+                "numVBuckets": self._config.num_vbuckets,
                 "replicaNumber": config["vBucketServerMap"]["numReplicas"],
                 "uri": f"/pools/default/buckets/{bucket}",
                 "streamingUri": f"/pools/default/bucketsStreaming/{bucket}",

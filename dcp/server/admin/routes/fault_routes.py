@@ -21,6 +21,7 @@ from dcp.server.admin.answers import (
     invalid,
     json_answer,
     number_in,
+    partitions_of,
     read_body,
 )
 from dcp.server.admin.bodies import ClearedCount, FaultList, FaultRequest
@@ -29,7 +30,7 @@ from dcp.server.operate.reports import FaultRow
 from dcp.session.faults import FaultError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -46,7 +47,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def add(request: Request) -> Response:
         body = await read_body(request, FaultRequest)
-        if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
+        if body.vb is not None and not 0 <= body.vb < partitions_of(request):
             raise invalid(f"there is no partition {body.vb}")
         rollback_seqno = body.rollback_seqno or 0
         if not 0 <= rollback_seqno <= SEQNO_MAX:

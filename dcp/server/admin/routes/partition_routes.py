@@ -20,6 +20,7 @@ from dcp.server.admin.answers import (
     invalid,
     json_answer,
     number_in,
+    partitions_of,
     read_body,
     vb_of,
 )
@@ -52,7 +53,7 @@ from failover.rules.rollback import Question
 from vbucket.engine.lifecycle import HasCopiesError, PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError
 from vbucket.engine.partition import BranchRefusedError
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ def _branch_many_route(operations: Operations) -> RouteSpec:
         fraction = 0.0 if body.fraction is None else body.fraction
         if body.fraction is not None and not 0 < fraction <= 1:
             raise invalid('"fraction" is above 0, and 1 at most')
-        if not all(0 <= vb_id < NUM_VBUCKETS for vb_id in body.vbs):
-            raise invalid(f'"vbs" are partitions, 0 to {NUM_VBUCKETS - 1}')
+        count = partitions_of(request)
+        if not all(0 <= vb_id < count for vb_id in body.vbs):
+            raise invalid(f'"vbs" are partitions, 0 to {count - 1}')
         at_seqno = None if body.at is None else _seqno(body.at, "at")
         return await _done(
             operations.branch_many(body.vbs, at_seqno, fraction), "no partition was branched"

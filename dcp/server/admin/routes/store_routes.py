@@ -8,12 +8,18 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_body
+from dcp.server.admin.answers import (
+    AdminError,
+    RouteSpec,
+    invalid,
+    json_answer,
+    partitions_of,
+    read_body,
+)
 from dcp.server.admin.bodies import CompactRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
-from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -25,9 +31,10 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def compact(request: Request) -> Response:
         body = await read_body(request, CompactRequest)
-        vb_ids = body.vbs or list(range(NUM_VBUCKETS))
-        if not all(0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
-            raise invalid(f'"vbs" must be a list of partitions, 0 to {NUM_VBUCKETS - 1}')
+        count = partitions_of(request)
+        vb_ids = body.vbs or list(range(count))
+        if not all(0 <= vb_id < count for vb_id in vb_ids):
+            raise invalid(f'"vbs" must be a list of partitions, 0 to {count - 1}')
         history_s = _duration(body.history, "history", "history_window")
         purge_age_s = _duration(body.purge_age, "purge_age", "purge_age")
         try:

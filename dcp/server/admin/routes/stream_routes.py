@@ -24,6 +24,7 @@ from dcp.server.admin.answers import (
     invalid,
     json_answer,
     number_in,
+    partitions_of,
     read_body,
 )
 from dcp.server.admin.bodies import (
@@ -38,7 +39,6 @@ from dcp.server.admin.bodies import (
 from dcp.server.operate.operations import Operations
 from dcp.stream.stream_limits import LIMITS_MAX, StreamChoice, TooManyLimitsError
 from dcp.wire.message import EndReason
-from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -52,7 +52,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def listed(request: Request) -> Response:
         vb = request.query_params.get("vb")
-        vb_id = None if vb is None else number_in(vb, NUM_VBUCKETS - 1)
+        vb_id = None if vb is None else number_in(vb, partitions_of(request) - 1)
         if vb is not None and vb_id is None:
             raise invalid(f"there is no partition {vb[:30]}")
         choice = StreamChoice(request.query_params.get("name"), vb_id)
@@ -63,25 +63,27 @@ def routes(operations: Operations) -> list[RouteSpec]:
         reason = END_REASONS.get(body.reason or EndReason.CLOSED.name.lower())
         if reason is None:
             raise invalid(f'"reason" must be one of {", ".join(END_REASONS)}')
-        return _streams(operations.end_streams(_choice_of(body), reason))
+        return _streams(operations.end_streams(_choice_of(request, body), reason))
 
     async def slow(request: Request) -> Response:
         body = await read_body(request, SlowRequest)
         if body.bytes_per_s > BYTES_PER_S_MAX:
             raise invalid(f'"bytes_per_s" must be 1 to {BYTES_PER_S_MAX}; stall sends nothing')
-        return _limited(operations, _choice_of(body), body.bytes_per_s)
+        return _limited(operations, _choice_of(request, body), body.bytes_per_s)
 
     async def stall(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return _streams(operations.limit_streams(_choice_of(body), 0))
+        return _streams(operations.limit_streams(_choice_of(request, body), 0))
 
     async def resume(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return _limited(operations, _choice_of(body), None)
+        return _limited(operations, _choice_of(request, body), None)
 
     async def drop(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return json_answer(ConnectionCount(_some(operations.drop_connections(_choice_of(body)))))
+        return json_answer(
+            ConnectionCount(_some(operations.drop_connections(_choice_of(request, body))))
+        )
 
     post = "/api/v1/streams"
     return [
@@ -116,8 +118,8 @@ def routes(operations: Operations) -> list[RouteSpec]:
     ]  # fmt: skip
 
 
-def _choice_of(body: StreamSelection) -> StreamChoice:
-    if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
+def _choice_of(request: Request, body: StreamSelection) -> StreamChoice:
+    if body.vb is not None and not 0 <= body.vb < partitions_of(request):
         raise invalid(f"there is no partition {body.vb}")
     return StreamChoice(body.name, body.vb)
 

@@ -219,8 +219,9 @@ async def found_cluster(
     """
     keys = ClusterKeys(root)
     cluster = ClusterRecord(
-        copies=wanted.copies, min_in_sync=wanted.min_in_sync, life=life, secret_proof=proof
-    )
+        copies=wanted.copies, min_in_sync=wanted.min_in_sync, partitions=engine.num_vbuckets,
+        life=life, secret_proof=proof,
+    )  # fmt: skip
     manifest = engine.keyspace.manifest
     puts = [
         Put(keys.cluster, encode_record(cluster)),
@@ -281,6 +282,12 @@ async def check_join(
         raise EnrolmentError(str(error)) from None
     if cluster.secret_proof not in {"", proof}:
         raise EnrolmentError("the secret in the token is not that of this cluster", JOIN_ADVICE)
+    if cluster.partitions != engine.num_vbuckets:
+        raise EnrolmentError(
+            f"this node has {engine.num_vbuckets} partitions, and those of the cluster have "
+            f"{cluster.partitions}",
+            f"Start it with an empty --data folder and --partitions {cluster.partitions}",
+        )
     members = await _members(meta, keys)
     if any(each.name == member.name and each.member != member.member for each in members):
         raise _taken(keys.of_name(member.name))

@@ -75,7 +75,6 @@ from failover.metadata.metastore import (
 )
 from vbucket.engine.partition import BranchRefusedError
 from vbucket.model.id_ranges import id_ranges
-from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
@@ -230,9 +229,9 @@ class ClusterChanges:
             raise ClusterRefusedError(found.text, "Name one of them", status=HTTPStatus.NOT_FOUND)
 
     def _check_partition(self, vb_id: int) -> None:
-        if vb_id >= NUM_VBUCKETS:
+        if vb_id >= (count := self._replicated.num_vbuckets):
             raise ClusterRefusedError(
-                f"there is no partition {vb_id}", f"Partitions are 0 to {NUM_VBUCKETS - 1}",
+                f"there is no partition {vb_id}", f"Partitions are 0 to {count - 1}",
                 status=HTTPStatus.NOT_FOUND,
             )  # fmt: skip
 

@@ -158,7 +158,7 @@ class ClusterOperations:
         """Return what this node knows of the cluster."""
         replicated = self._replicated
         if replicated is None:
-            return ClusterReport(node="", cluster="")
+            return ClusterReport(node="", cluster="", partitions=self._newcomer.engine.num_vbuckets)
         return cluster_report(replicated)
 
     def page(self) -> ClusterPage:

@@ -212,6 +212,7 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
         coordinator=None if leader is None else name_of(view, leader),
         store=store,
         nodes=nodes,
+        partitions=replicated.num_vbuckets,
         without_master=sum(record.master is None for record in records),
         served_here=replicated.served(),
         in_sync_sizes={str(size): sizes[size] for size in sorted(sizes)},
