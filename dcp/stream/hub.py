@@ -33,7 +33,7 @@ class Follower(Protocol):
         """Another connection took this one's name: this one closes."""
 
     def reading(self, vb_id: int) -> Iterable[ActiveStream]:
-        """Return the streams of this partition that are in the middle of a snapshot."""
+        """Return the streams of this partition."""
 
     def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream and tell the client why."""
@@ -97,7 +97,7 @@ class StreamHub:
         self._followers.get(vb_id, {}).pop(follower, None)
 
     def reading(self, vb_id: int) -> Iterator[ActiveStream]:
-        """Return the streams of a partition that are in the middle of a snapshot."""
+        """Return the streams of a partition."""
         for follower in self._followers.get(vb_id, ()):
             yield from follower.reading(vb_id)
 

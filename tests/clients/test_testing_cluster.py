@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clients import CheckpointFile, Rollback, SyncConsumer
+from clients import CheckpointFile, Rollback, ServerCheckpoint, SyncConsumer
 from clients.testing import (
     ClusterWaitError,
     DcpCluster,
@@ -199,3 +199,55 @@ def test_a_demo_is_controlled_until_it_is_ended(tmp_path: Path) -> None:
             assert ask(url, "POST", "/restart", {"name": "n1"})[0] == 200
         finally:
             demo.terminate()
+
+
+def test_what_is_kept_for_a_consumer_survives_failovers(cluster: DcpCluster) -> None:
+    """The masters of now, and those that take over from them, purge nothing behind it."""
+
+    def read() -> list[Rollback]:
+        with SyncConsumer(
+            cluster.address, store=ServerCheckpoint(cluster.address, "kept"), until_now=True,
+            on_rollback="restart",
+        ) as consumer:  # fmt: skip
+            found = [each for each in consumer.changes() if isinstance(each, Rollback)]
+            consumer.save()
+        return found
+
+    def purge_what_may_go() -> int:
+        """Return how far VB is purged."""
+        for node in cluster.nodes.values():
+            if node.runs:
+                node.compact(history="0s", purge_age="0s")
+        return int(
+            cluster.nodes[cluster.master_of(VB)].ask("GET", f"/api/v1/vbuckets/{VB}")["purge_seqno"]
+        )
+
+    def delete() -> None:
+        with cluster.connect() as kv:
+            kv.delete("hello")
+        write(cluster, b"1", b"2")
+
+    write(cluster, b"1")
+    read()
+    kept = subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", cluster.address, "consumer", "keep",
+         "kept", "--for", "7d", "--bytes", "5GiB"], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert kept.stderr == ""
+    before = purge_what_may_go()
+    cluster.move(VB, "n2")
+    delete()
+    assert purge_what_may_go() == before
+    cluster.kill("n2")
+    assert purge_what_may_go() == before
+    delete()
+    assert purge_what_may_go() == before
+    cluster.restart("n2")
+    cluster.move(VB, "n2")
+    assert purge_what_may_go() == before
+    assert read() == []
+    subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", cluster.address, "consumer", "forget",
+         "kept", "--yes"], capture_output=True, check=True,
+    )  # fmt: skip
+    assert purge_what_may_go() > before, "the same purge, when nothing is kept"

@@ -158,7 +158,7 @@ class SmallNode:
         self.bucket = "default"
         self.refusals = Refusals()
         self.meter = Meter()
-        self.dumps = self.backups = None
+        self.dumps = self.backups = self.consumers = None
         self.cluster = None
         self.console = SimpleNamespace(
             view=None,
