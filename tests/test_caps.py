@@ -64,6 +64,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),
     "documents as of a moment": Feature(1, 111),
     "settings that change while the server runs": Feature(2, 160),
+    "dcpctl explain partition": Feature(2, 330),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

@@ -96,6 +96,11 @@ class ClusterSession:
         }
 
     @property
+    def has_read(self) -> bool:
+        """Whether the view was read over the present connection to the store."""
+        return not self._reader.starts_over
+
+    @property
     def may_write(self) -> bool:
         """Whether the last `write` has its outcomes."""
         return self._writer.is_idle

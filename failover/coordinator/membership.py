@@ -38,6 +38,10 @@ REPEAT_NS, because a report counts for a bounded time only
 Each write compares the key's mod revision, and the key is not deleted: a report without partitions
 takes its place. So a write that comes late cannot bring an old report back.
 
+A report is written again after the keys that say that the process runs, and over a new connection
+only when the node has looked at the records that the store has. So a report that is newer than the
+member's alive key says what the member knows of this store, also where it names nothing.
+
 Who calls it: the node's session with the store.
 """
 
@@ -185,7 +189,7 @@ class Membership:
         all."""
         self._asked_ns = 0
         self._next_ns = 0
-        self._written_revision = 0
+        self.written_revision = 0
         """A view at or above this revision has the alive key."""
         self.is_leaving = False
         self._link = 0
@@ -253,7 +257,7 @@ class Membership:
         self, now_ns: int, own: Stored[AliveRecord] | None, revision: int
     ) -> list[MembershipEffect]:
         """Take what a view at a revision has under this member's alive key."""
-        if not self.is_alive or revision < self._written_revision:
+        if not self.is_alive or revision < self.written_revision:
             return []
         if own is None:  # somebody deleted it: the lease would have told with its next renewal
             self.state = MembershipState.ANNOUNCING
@@ -377,7 +381,7 @@ class Membership:
     def _registered(self, revision: int) -> list[MembershipEffect]:
         self.state = MembershipState.ALIVE
         self.has_registered = True
-        self._written_revision = revision
+        self.written_revision = revision
         self._blocked_since_ns = 0
         self._next_ns = self._asked_ns + self._keep_alive_ns
         return []
@@ -442,7 +446,8 @@ class SuspectReporter:
     def __init__(self, keys: ClusterKeys, membership: Membership) -> None:
         self._membership = membership
         self._key = keys.of_member(KeyKind.SUSPECT, membership.member)
-        self._wanted: tuple[ReportedPartition, ...] = ()
+        self._wanted: tuple[ReportedPartition, ...] | None = None
+        """None: the node has not looked at what the present store has."""
         self._written: tuple[ReportedPartition, ...] | None = None
         """What the store has under the present lease; None: unknown."""
         self._lease_id = 0
@@ -461,8 +466,10 @@ class SuspectReporter:
         return self._step(now_ns)
 
     def begin_again(self) -> None:
-        """The store may be another one: what it has of this member's report is not known."""
-        self._written = None
+        """The store may be another one: what it has of this member's report is not known, and what
+        the node knows better than this store it has to say anew.
+        """
+        self._written = self._wanted = None
 
     def on_event(self, now_ns: int, event: StoreEvent) -> list[ReporterEffect]:
         """Take one event; return what to do."""
@@ -488,22 +495,24 @@ class SuspectReporter:
             self._next_ns = now_ns
 
     def _step(self, now_ns: int) -> list[ReporterEffect]:
-        if self._is_waiting or not self._membership.is_alive:
+        if self._is_waiting or self._wanted is None or not self._membership.is_alive:
             return []
         if self._membership.lease_id != self._lease_id:
             self._lease_id, self._written, self._next_ns = self._membership.lease_id, None, now_ns
+        if self._written is not None and self._mod_revision < self._membership.written_revision:
+            self._written, self._next_ns = None, now_ns
         has_news = self._written is not None and self._wanted != self._written
         must_repeat = self._written is None or bool(self._wanted)
         if has_news or (must_repeat and now_ns >= self._next_ns):
-            return [self._submit(now_ns)]
+            return [self._submit(now_ns, self._wanted)]
         return []
 
-    def _submit(self, now_ns: int) -> Submit:
+    def _submit(self, now_ns: int, wanted: tuple[ReportedPartition, ...]) -> Submit:
         self._tag = Tag(REPORTER, self._tag.number + 1)
         self._is_waiting = True
-        self._asked = self._wanted
+        self._asked = wanted
         self._next_ns = now_ns + ANSWER_NS_MAX
-        report = MemberReport(member=self._membership.member, partitions=self._wanted)
+        report = MemberReport(member=self._membership.member, partitions=wanted)
         put = Put(self._key, encode_record(report), self._lease_id)
         compare = if_unchanged(self._key, self._mod_revision)
         return Submit(self._tag, Txn((compare,), (put,), (Range(self._key),)))

@@ -90,8 +90,7 @@ class PartitionChoices:
         """
         self._seen, self._reports = {}, {}
         self._leases_ns = now_ns + lease_ns + AGAIN_NS
-        if self._view.is_loaded:
-            self._moves_ns = now_ns + AGAIN_NS
+        self._moves_ns = now_ns + AGAIN_NS
 
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
@@ -163,14 +162,17 @@ class PartitionChoices:
             yield from steps
 
     def _has_present_master(self, now_ns: int, vb_id: int) -> bool:
-        """Whether a partition's master runs and is connected to this store: then it says so if it
-        has seen a newer record. Nobody may be left to say so, and the store may have gone back.
+        """Whether a partition's master runs, is connected to this store, and has said what it knows
+        better. Nobody may be left to say that the store has gone back.
         """
         stored = self._view.partitions.get(vb_id)
         master = None if stored is None else stored.content.record.master
-        alive = None if master is None else self._view.alive.get(master)
-        return alive is not None and (
-            now_ns >= self._leases_ns or alive.item.mod_revision > self._view.begun_revision
+        if master is None or master not in self._view.alive:
+            return False
+        alive_revision = self._view.alive[master].item.mod_revision
+        report = self._view.reports.get(master)
+        return (now_ns >= self._leases_ns or alive_revision > self._view.begun_revision) and (
+            report is not None and report.item.mod_revision > alive_revision
         )
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:

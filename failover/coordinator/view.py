@@ -219,7 +219,8 @@ class ClusterView:
 
     def start_over(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
         """Take over a read of all keys of a store that may be another one, or an older copy:
-        nothing that was known counts. Return the partitions that are not as before.
+        nothing that was known counts. Return all partitions, also those that are as before: their
+        masters have to know that this store has their records, too.
         """
         found = {item.key: item for item in items}
         changed = [self._forget(key) for key in tuple(self._items) if key not in found]
@@ -228,8 +229,7 @@ class ClusterView:
             name = self.keys.parse(key)
             if name is not None and name.kind in _OF_MAP:
                 self.map_revision = max(self.map_revision, item.mod_revision)
-            if self._items.get(key) != item:
-                changed.append(self._set(key, item))
+            changed.append(name if self._items.get(key) == item else self._set(key, item))
         if self.cluster is not None:
             self.life = max(self.life, self.cluster.content.life)
         self.revision = self.begun_revision = revision
@@ -380,13 +380,14 @@ class ViewReader:
         """Whether the cluster's record was seen before."""
         self.is_emptied = False
         """Whether the store lacks it."""
-        self._starts_over = True
+        self.starts_over = True
+        """Whether nothing was read over the present connection."""
         self._tag = Tag(READER, 0)
         self._watching: Tag | None = None
 
     def begin_again(self, now_ns: int) -> list[ReaderEffect]:
         """There is a new connection, perhaps to a store that went back: read all of it."""
-        self._must_read = self._starts_over = True
+        self._must_read = self.starts_over = True
         return self._read(now_ns)
 
     def on_event(self, now_ns: int, event: StoreEvent) -> list[ReaderEffect]:
@@ -430,9 +431,9 @@ class ViewReader:
             self._pause(now_ns, EMPTIED_NS)
             return [] if was_emptied else [Notice(EMPTIED_TEXT)]
         before = view.unreadable.copy()
-        take = view.start_over if self._starts_over else view.replace
+        take = view.start_over if self.starts_over else view.replace
         changed = take(items, event.result.revision)
-        self._must_read = self._starts_over = False
+        self._must_read = self.starts_over = False
         return [*self._watch(now_ns), ViewChanged(changed), *self._unreadable(before)]
 
     def _unreadable(self, before: dict[bytes, str]) -> list[ReaderEffect]:

@@ -115,7 +115,8 @@ class ReplicationCore:
         """Partitions whose record in the store is not followed, and why. Nobody writes it."""
         self._first_epochs: dict[int, int] = {}
         """The epoch that a partition's record had when this process first read it."""
-        self._reported: tuple[ReportedPartition, ...] = ()
+        self._reported: tuple[ReportedPartition, ...] | None = None
+        """None: this store was told nothing yet."""
         self._followed_masters: set[str | None] | None = None
         """Masters of the partitions that this node does not master; None: records have changed
         since that was known."""
@@ -175,10 +176,7 @@ class ReplicationCore:
         """Return where the logs of this node's copies end, for a restoration of the records."""
         return [
             HeldLog(
-                part.vb_id, part.leader_epoch, part.failover.current.epoch,
-                part.synced_seqno
-                if part.incomplete_snapshot is None
-                else part.incomplete_snapshot.start,
+                part.vb_id, part.leader_epoch, *_end_of(part),
                 part.vb_id in self.master.masterships and part.vb_id not in self.unproven,
             )
             for part in self.partitions
@@ -213,6 +211,7 @@ class ReplicationCore:
             self._era = self._session.era
             self._kept.begin_again(self._era)
             self._sure.clear()
+            self._reported = None
             self.replica.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
@@ -560,7 +559,10 @@ class ReplicationCore:
         older = self._kept.older
         view = self._session.view
         asked = view.reported_by_others(self._member) if view.reports else frozenset[int]()
-        if not self._unheard_masters and not self._reported and not older and not asked:
+        if self._reported is None and not self._session.has_read:
+            return
+        may_be_quiet = self._reported == () and not older and not asked
+        if may_be_quiet and not self._unheard_masters:
             return
         alive = self._session.view.alive
         suspects = frozenset(
@@ -568,7 +570,7 @@ class ReplicationCore:
             for master in self._unheard_masters
             if self.replica.is_suspect(master, has_lease=master in alive)
         )
-        if not suspects and not self._reported and not older and not asked:
+        if may_be_quiet and not suspects:
             return
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self.records.items()):
@@ -577,13 +579,10 @@ class ReplicationCore:
             is_asked = vb_id in asked and self._member in record.copies
             if vb_id in older or not (is_suspected or is_asked):
                 continue
-            window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(
-                    vb_id, record.epoch if is_suspected else 0, part.vb_uuid,
-                    part.failover.current.epoch,
-                    part.synced_seqno if window is None else window.start,
-                    window is None and not _is_branch_below(record, part),
+                    vb_id, record.epoch if is_suspected else 0, part.vb_uuid, *_end_of(part),
+                    part.incomplete_snapshot is None and not _is_branch_below(record, part),
                     *max(self._kept.rank(vb_id), Rank(part.leader_epoch, 0)),
                     is_sure=vb_id in self._sure,
                 )
@@ -593,14 +592,21 @@ class ReplicationCore:
             part = self._engine.partitions[vb_id]
             reported.append(
                 ReportedPartition(
-                    vb_id, 0, part.vb_uuid, part.failover.current.epoch, part.synced_seqno,
-                    False, *seen,
+                    vb_id, 0, part.vb_uuid, part.failover.epoch_at(part.synced_seqno),
+                    part.synced_seqno, False, *seen,
                 )
             )  # fmt: skip
         reported.sort()
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
             self._carry_out(self._session.report(self._now_ns, self._reported))
+
+
+def _end_of(part: Partition) -> tuple[int, int]:
+    """Return where a partition's log ends, as elections compare it: (epoch, seqno)."""
+    window = part.incomplete_snapshot
+    end_seqno = part.synced_seqno if window is None else window.start
+    return part.failover.epoch_at(end_seqno), end_seqno
 
 
 def _is_branch_below(record: ReplicationRecord, part: Partition) -> bool:

@@ -7,8 +7,8 @@ Who calls it: the coordinator, the simulator and the model checker.
 
 Why the longest log, and how logs are compared. Every member of the ISR has every committed change,
 so any member is a safe choice: the model checker elects each of them. The comparison decides about
-changes that are not committed. It is (epoch of the newest version, seqno), as in Raft. The newest
-version comes first, because a longer log of an older version is a tail that a later master has
+changes that are not committed. It is (epoch of the version at the log's end, seqno), as in Raft.
+The version comes first, because a longer log of an older version is a tail that a later master has
 already left behind: to elect it would bring that tail back and cut off what the later master wrote,
 which it may have answered where `acknowledge=master` is set. Within one version the longer log has
 all that the shorter one has. So it keeps the most, and nobody else has to roll back.
@@ -43,7 +43,7 @@ class SuspectReport(NamedTuple):
     epoch: int
     """The epoch of the replication record that the member knows."""
     version_epoch: int
-    """The epoch in which its newest version began."""
+    """The epoch in which the version began that its log ends in (`FailoverLog.epoch_at`)."""
     end_seqno: int
     """Its last synced seqno; with an incomplete snapshot, the end of the last complete one."""
     received_ns: int

@@ -72,10 +72,7 @@ class FailoverLog:
 
     @classmethod
     def from_document(cls, document: object) -> FailoverLog:
-        """Return the log from its `to_document` form; a missing epoch is 0.
-
-        Raises ValueError that says which entry is wrong and why.
-        """
+        """Return the log from its `to_document` form; a missing epoch is 0. Raises ValueError."""
         if not isinstance(document, list | tuple):
             raise ValueError(
                 f"failover log: a list of [vb_uuid, seqno, epoch] is wanted, found"
@@ -121,6 +118,12 @@ class FailoverLog:
 
     def _begun_up_to(self, seqno: int) -> tuple[Version, ...]:
         return tuple(entry for entry in self.entries if entry.seqno <= seqno)
+
+    def epoch_at(self, seqno: int) -> int:
+        """Return the leader epoch of the newest version that begins at or below `seqno`; 0: none.
+        A replica has the log of its master before the changes: the newest may begin above its end.
+        """
+        return next((entry.epoch for entry in self.entries if entry.seqno <= seqno), 0)
 
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
         """Return the last seqno of a version; None if the version is unknown.

@@ -101,6 +101,7 @@ CALLS = (
     Call("DELETE", "/api/v1/users/{name}", None, 404),
     Call("GET", "/api/v1/cluster/status"),
     Call("GET", "/api/v1/cluster/map", None, 409),
+    Call("GET", "/api/v1/cluster/partitions/{vb}", None, 409),
     Call("GET", "/api/v1/cluster/receipts"),
     Call("POST", "/api/v1/cluster/cut", {"node": "n2"}, 403),
     Call("POST", "/api/v1/cluster/heal", {}, 403),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from clients import CheckpointFile, Rollback, ServerCheckpoint, SyncConsumer
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
 from clients.testing import (
     ClusterWaitError,
     DcpCluster,
@@ -44,6 +45,20 @@ def write(cluster: DcpCluster, *values: bytes) -> None:
 def value(cluster: DcpCluster) -> bytes:
     with cluster.connect() as kv:
         return kv.get("hello").value
+
+
+def explained_by(cluster: DcpCluster, node: str, *words: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", cluster.nodes[node].address, "explain",
+         "partition", "--vb", str(VB), *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode in {EXIT_OK, EXIT_PARTIAL}, run.stderr
+    return run.stdout
+
+
+def explain(cluster: DcpCluster) -> dict[str, Any]:
+    return json.loads(explained_by(cluster, "n3", "-o", "json"))
 
 
 def sent_back_to(cluster: DcpCluster, checkpoint: Path) -> list[int]:
@@ -87,6 +102,9 @@ def test_nodes_die_stand_still_and_come_back(
 ) -> None:
     cluster.kill("n2")
     assert "n2" not in cluster.masters().values()
+    (dead,) = [copy for copy in explain(cluster)["copies"] if copy["node"] == "n2"]
+    assert dead["held"] is None
+    assert dead["error"] or not dead["may_lead"], "its lease lasts for 3 s"
     write(cluster, b"while n2 is away")
     cluster.restart("n2")
     cluster.pause("n3")
@@ -106,6 +124,18 @@ def test_a_cut_takes_copies_out_of_sync_until_it_is_healed(cluster: DcpCluster) 
     (row,) = [row for row in rows if row["vb"] == VB]
     assert (row["master"], row["in_sync"]) == ("n1", ["n1", "n3"])
     write(cluster, b"while n2 hears nothing of n1")
+    explained = explain(cluster)
+    assert explained["record"]["master"] == "n1"
+    assert {copy["node"]: copy["may_lead"] for copy in explained["copies"]} == {
+        "n1": True, "n2": False, "n3": True,
+    }  # fmt: skip
+    held = {copy["node"]: copy["held"] for copy in explained["copies"]}
+    assert held["n1"]["high_seqno"] == held["n3"]["high_seqno"] > held["n2"]["high_seqno"]
+    assert held["n1"]["failover_log"] == held["n3"]["failover_log"]
+    text = explained_by(cluster, "n1")
+    assert f"partition {VB}: leader epoch" in text
+    assert "n2 may not lead: it is not in sync" in text
+    assert "n1 may lead: it is the master" in text
     cluster.heal()
     assert cluster.status()["in_sync_sizes"] == {"3": 1024}
     for call in (lambda: cluster.cut("n1", "n1"), lambda: cluster.kill("n9")):

@@ -1,6 +1,6 @@
 """A small consumer of DCP over a plain socket, with mistakes to choose from: for the kit's tests.
 
-    HOST=... PORT=... STATE_DIR=... python raw_consumer.py [MISTAKE]
+    HOST=... PORT=... STATE_DIR=... python raw_consumer.py [MISTAKE | oso | history]
 
 It follows few partitions, keeps all in one JSON file, and tells an event on each line. Without a
 mistake it passes every scenario of one node.
@@ -30,16 +30,23 @@ MISTAKES = {
     "no-return": "it takes STREAM_END for the end",
     "gives-up": "it ends at a temporary failure",
     "rounds": "its seqnos are doubles",
+    "resumes-inside-oso": "it saves positions inside an out-of-order snapshot",
+    "skips-repeats": "it takes each key once in a snapshot of history",
     "splits": "it takes what comes at once for whole packets",
     "silent": "it does nothing",
     "floods": "it writes without end",
 }
+OSO_MODES = {"oso", "resumes-inside-oso"}
+"""It asks for out-of-order snapshots; "oso" is no mistake."""
+HISTORY_MODES = {"history", "skips-repeats"}
+"""It asks for history streams; "history" is no mistake."""
 REQUEST = Struct(">IIQQQQQ")
 HEADER = Struct(">BBHBBHIIQ")
 SASL_AUTH, SELECT, HELLO = 0x21, 0x89, 0x1F
-OPEN, STREAM, END, MARKER, MUTATION, DELETION, EXPIRATION, NOOP, ACK, CONTROL = (
-    0x50, 0x53, 0x55, 0x56, 0x57, 0x58, 0x59, 0x5C, 0x5D, 0x5E,
+OPEN, STREAM, END, MARKER, MUTATION, DELETION, EXPIRATION, NOOP, ACK, CONTROL, OSO = (
+    0x50, 0x53, 0x55, 0x56, 0x57, 0x58, 0x59, 0x5C, 0x5D, 0x5E, 0x65,
 )  # fmt: skip
+COLLECTIONS = 0x12
 ROLLBACK, ERANGE, WINDOW = 0x23, 0x22, 1 << 20
 
 
@@ -62,6 +69,9 @@ class RawConsumer:
         self.data = b""
         self.counted = 0
         self.due: dict[int, float] = {}
+        self.out_of_order: dict[int, int] = {}
+        """Partition -> the highest seqno of an out-of-order snapshot that is not complete."""
+        self.in_snapshot: dict[int, set[str]] = {}
 
     def run(self) -> None:
         """Follow, and come back after every loss of the connection."""
@@ -77,11 +87,18 @@ class RawConsumer:
         self.socket = socket.create_connection((os.environ["HOST"], int(os.environ["PORT"])), 5)
         self.socket.settimeout(0.05)
         self.data, self.counted = b"", 0
+        self.out_of_order.clear()
+        if self.mistake in OSO_MODES:
+            self.send(HELLO, key=b"raw", value=COLLECTIONS.to_bytes(2, "big"))
         self.send(SASL_AUTH, key=b"PLAIN", value=b"\0guest\0guest")
         self.send(SELECT, key=b"default")
         self.send(OPEN, key=b"raw-%d" % os.getpid(), extras=Struct(">II").pack(0, 1))
         self.send(CONTROL, key=b"connection_buffer_size", value=b"%d" % WINDOW)
         self.send(CONTROL, key=b"enable_noop", value=b"true")
+        if self.mistake in OSO_MODES:
+            self.send(CONTROL, key=b"enable_out_of_order_snapshots", value=b"true")
+        if self.mistake in HISTORY_MODES:
+            self.send(CONTROL, key=b"change_streams", value=b"true")
         self.due = dict.fromkeys(PARTITIONS, 0.0)
 
     def send(
@@ -137,7 +154,8 @@ class RawConsumer:
                     0, 0, place["seqno"], 2**64 - 1, uuid, min(snap_start, place["seqno"]),
                     max(snap_end, place["seqno"]),
                 )  # fmt: skip
-                self.send(STREAM, vb_id, opaque=vb_id + 1, extras=extras)
+                only = b'{"collections": ["0"]}' if self.mistake in OSO_MODES else b""
+                self.send(STREAM, vb_id, opaque=vb_id + 1, extras=extras, value=only)
 
     def take(
         self, magic: int, opcode: int, field: int, opaque: int, extras: bytes, key: bytes,
@@ -151,9 +169,23 @@ class RawConsumer:
             self.due[field] = time.monotonic()
         elif magic == 0x80 and opcode == MARKER:
             self.places[field]["snap"] = [self.seqno(extras[:8]), self.seqno(extras[8:16])]
+            self.in_snapshot[field] = set()
+        elif magic == 0x80 and opcode == OSO:
+            self.take_out_of_order(field, int.from_bytes(extras, "big"))
         elif magic == 0x80 and opcode in {MUTATION, DELETION, EXPIRATION}:
             text = value.decode() if opcode == MUTATION else None
-            self.change(field, self.seqno(extras[:8]), key.decode(), text)
+            name = key[1:] if self.mistake in OSO_MODES else key  # it begins with the collection
+            self.change(field, self.seqno(extras[:8]), name.decode(), text)
+
+    def take_out_of_order(self, vb_id: int, flags: int) -> None:
+        """The position stays before such a snapshot until it is complete."""
+        if flags == 1:
+            self.out_of_order[vb_id] = 0
+            return
+        seqno = self.out_of_order.pop(vb_id)
+        place = self.places[vb_id]
+        place["seqno"], place["snap"] = seqno, [seqno, seqno]
+        self.save()
 
     def seqno(self, raw: bytes) -> int:
         seqno = int.from_bytes(raw, "big")
@@ -186,10 +218,17 @@ class RawConsumer:
 
     def change(self, vb_id: int, seqno: int, key: str, value: str | None) -> None:
         place = self.places[vb_id]
-        place["seqno"] = seqno
+        if vb_id in self.out_of_order:
+            self.out_of_order[vb_id] = max(seqno, self.out_of_order[vb_id])
+        if vb_id not in self.out_of_order or self.mistake == "resumes-inside-oso":
+            place["seqno"] = seqno
         if self.mistake == "saves-inside-snapshot":
             place["snap"] = [seqno, seqno]
         skips = self.mistake == "skips-new-history" and seqno <= self.highest.get(vb_id, 0)
+        if self.mistake == "skips-repeats":
+            seen = self.in_snapshot.setdefault(vb_id, set())
+            skips = key in seen
+            seen.add(key)
         if not skips and (value is not None or self.mistake != "ignores-deletions"):
             place["events"].append([seqno, key, value])
             event = {"vb": vb_id, "seqno": seqno, "key": key}

@@ -469,8 +469,9 @@ class Model:
             replica = self.replicas.values[each]
             is_here = (replica.epoch, replica.life) == (record.epoch, store.life)
             if is_here and replica.lead is None:
-                version = replica.versions.current
-                report = SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
+                end = replica.synced
+                at_end = replica.versions.epoch_at(end)
+                report = SuspectReport(NAMES[i], record.epoch, at_end, end, 0)
                 reports.append(self._back.report(store, replica, report))
             elif (speech := self._back.speech(replica, i)) is not None:
                 reports.append(speech)

@@ -300,8 +300,8 @@ REPLICATION = (
     ),
     Mutation(
         "member-above-a-branch-is-elected",
-        "window is None and not _is_branch_below(record, part),\n",
-        "window is None,\n",
+        "part.incomplete_snapshot is None and not _is_branch_below(record, part),\n",
+        "part.incomplete_snapshot is None,\n",
         ("test_replica",),
     ),
 )

@@ -117,7 +117,7 @@ class InSyncWatch:
         own_ends = part.failover.uppers(part.high_seqno)
         return max(
             (
-                min(end, own_ends[vb_uuid])
+                min(end, own_ends[vb_uuid], part.high_seqno)
                 for vb_uuid, end in claim.log.uppers(claim.seqno).items()
                 if vb_uuid in own_ends
             ),

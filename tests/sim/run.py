@@ -343,7 +343,8 @@ class Simulation:
 
     def _check_receipts(self) -> list[str]:
         facts = self.facts
-        gone = receipts.lost_by_election(facts.operations, facts.final, facts.excuses)
+        excuses = [*facts.excuses, *facts.failovers]
+        gone = receipts.lost_by_election(facts.operations, facts.final, excuses)
         on_disk = {machine.name: kept(machine.disk) for machine in self.machines}
         return [
             *receipts.named(gone, facts.cut_off, facts.lost, facts.lost_folders),

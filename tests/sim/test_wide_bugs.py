@@ -31,8 +31,8 @@ FOUND_BY = {
     "seal-unsynced": (4, "refuses to start"),
     "checksum-unread": (37, "refuses to start"),
     "deletes-unmerged": (1, "documents, and it counts"),
-    "timeout-is-success": (18, "is not linearizable"),
-    "level-is-nothing": (17, "is not linearizable"),
+    "timeout-is-success": (0, "is not linearizable"),
+    "level-is-nothing": (24, "is not linearizable"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
 with `python -m tests.sim --bug all --seeds 400`.

@@ -215,6 +215,7 @@ class Copies:
             )
             for vb_id, record in self.records.items()
         ]  # fmt: skip
+        node.session.reader.starts_over = False
         node.core.records_changed(self.now_ns, node.session.view.replace(items, self._revision))
 
     def revive(self) -> None:

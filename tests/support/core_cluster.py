@@ -237,6 +237,7 @@ class CoreCluster:
         found = self.store.apply(self.now_ns, Range(KEYS.root, is_prefix=True))
         assert isinstance(found, RangeResult)
         changed = node.session.view.replace(found.items, found.revision)
+        node.session.reader.starts_over = False
         node.core.records_changed(self.now_ns, changed)
 
     # -- steps -------------------------------------------------------------------------------------

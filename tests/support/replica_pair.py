@@ -72,6 +72,7 @@ class Member:
         self._stored = record
         key = ClusterKeys(ROOT).of_partition(KeyKind.PARTITION, VB)
         item = KeyValue(key, b"", 1, 1, 0)
+        self.session.reader.starts_over = False
         self.session.view.partitions[VB] = Stored(StoredPartition(record, "test"), item)
         self.core.records_changed(self.now_ns, [VB])
 
@@ -263,4 +264,4 @@ class ReplicaPair:
         for _ in range(10):
             self.replica.now_ns += BEAT_NS
             self.replica.core.tick(self.replica.now_ns)
-        return self.replica.core._reported
+        return self.replica.core._reported or ()

@@ -1,15 +1,18 @@
-"""dcpctl explain rollback: how the server would answer a stream request, and why.
+"""dcpctl explain: what the server decides, and why.
 
-The command reads the failover log and the seqnos, and applies the server's rule itself. So it works
-with every server that speaks DCP.
+`rollback` reads the failover log and the seqnos, and applies the server's rule itself. So it works
+with every server that speaks DCP. `partition` asks all nodes of a cluster what they have.
 """
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import click
 
-from clients.cli.dcpctl import Target, Verbs, help_text, with_target
-from clients.cli.output import write_json, write_raw
+from clients.cli.cluster.cluster_nodes import STATUS_PATH, Answers, admin_of_named, ask_nodes
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, Verbs, help_text, with_target
+from clients.cli.output import shown_text, write_json, write_raw
 from clients.cli.partitions.vb_option import with_vb
 from clients.kv.sync_client import SyncKv
 from failover.rules.explain import Explanation, explain
@@ -112,3 +115,103 @@ def _show(target: Target, vb_id: int, told: Explanation) -> None:
         for row in told.table
     ]
     target.show_rows(columns, rows)
+
+
+_COPY_COLUMNS: Final = (
+    ("node", "node"),
+    ("state", "state"),
+    ("in_sync", "in sync"),
+    ("may_lead", "may lead"),
+    ("high_seqno", "high seqno"),
+    ("persisted_seqno", "on disk"),
+    ("committed_seqno", "committed"),
+    ("leader_epoch", "epoch"),
+    ("vb_uuid", "newest version"),
+)
+"""Name in JSON, heading."""
+
+
+@explain_.command(
+    "partition",
+    help=help_text(
+        "Show a partition's copies in a cluster: how far each is, which versions it has, and which"
+        " may become the master, which may not, and why. All nodes that have a copy are asked.",
+        "dcpctl explain partition --vb 17",
+        "dcpctl explain partition --vb 17 -o json",
+    ),
+)
+@with_vb
+@with_target
+def partition(*, target: Target, vb_id: int) -> int:
+    """Show a partition's copies, and who may become its master."""
+    path = f"/api/v1/cluster/partitions/{vb_id}"
+    admin = admin_of_named(target)
+    told = admin.request("GET", path)
+    holders = {copy["node"] for copy in told["copies"]} - {told["node"]}
+    nodes = admin.request("GET", STATUS_PATH)["nodes"]
+    others = ask_nodes(
+        target, [node for node in nodes if node["name"] in holders and node["is_alive"]], path
+    )
+    _put_together(told, others)
+    if target.rows_mode == "json":
+        write_json(told)
+    else:
+        _write_partition(target, told)
+    return EXIT_PARTIAL if others.errors else EXIT_OK
+
+
+def _put_together(told: dict[str, Any], others: Answers) -> None:
+    """Add to what one node tells of a partition what the others have, and what its master knows."""
+    held = {told.pop("node"): told.pop("held")}
+    held |= {name: each["held"] for name, each in others.documents.items()}
+    master = others.documents.get(told["record"]["master"])
+    if master is not None and master["trouble"]:
+        told["trouble"], told["try"] = master["trouble"], master["try"]
+    for copy in told["copies"]:
+        name = copy["node"]
+        copy["held"] = held.get(name)
+        error = others.errors.get(name)
+        copy["error"] = None if error is None else str(error)
+
+
+def _write_partition(target: Target, told: dict[str, Any]) -> None:
+    record = told["record"]
+    unclean = record["unclean_epoch"]
+    text = (
+        f"partition {record['vb']}: leader epoch {record['epoch']}, master "
+        f"{record['master'] or 'none'}, {len(record['in_sync'])} of {len(record['copies'])} copies "
+        f"in sync; a write needs {told['min_in_sync']}"
+    )
+    if record["wanted_master"]:
+        text += f"; it is being handed over to {record['wanted_master']}"
+    if unclean is not None:
+        text += f"; the election of epoch {unclean} was unclean, which may have lost changes"
+    _line(text)
+    target.show_rows(_COPY_COLUMNS, [_cells(copy) for copy in told["copies"]])
+    for copy in told["copies"]:
+        verb = "may lead" if copy["may_lead"] else "may not lead"
+        _line(f"{copy['node']} {verb}: {copy['why']}")
+        if copy["error"]:
+            _line(f"  it did not answer this command: {copy['error']}")
+        elif copy["held"] and copy["held"]["snapshot_upto"] is not None:
+            _line(f"  it has a part of a snapshot up to {copy['held']['snapshot_upto']}")
+    if told["trouble"]:
+        _line(f"! no writes: {told['trouble']}")
+        _line(f"  try: {told['try']}")
+
+
+def _cells(copy: dict[str, Any]) -> list[str]:
+    held = copy["held"] or {}
+    newest = held["failover_log"][0]["vb_uuid"] if held else ""
+    row = held | {
+        "node": copy["node"],
+        "state": held.get("state", "not known") if copy["runs"] else "down",
+        "in_sync": "yes" if copy["in_sync"] else "no",
+        "may_lead": "yes" if copy["may_lead"] else "no",
+        "vb_uuid": newest,
+    }
+    return [str(row.get(name, "")) for name, _ in _COPY_COLUMNS]
+
+
+def _line(text: str) -> None:
+    write_raw(f"{shown_text(text)}\n".encode())

@@ -16,9 +16,9 @@ from clients.cli.output import write_json
     help=help_text(
         "Run a consumer's command beside servers of its own on which history branches, streams"
         " end, connections break and masters move, and judge what documents it has at the end."
-        " The command finds HOST, PORT, USERNAME, PASSWORD, BUCKET and STATE_DIR in its"
-        " environment. It is killed and started again in some scenarios. It tells its documents as"
-        " lines of JSON, in DOCUMENTS_FILE, or by PUT and DELETE below DOCUMENTS_URL"
+        " The command finds HOST, PORT, ADMIN_PORT, USERNAME, PASSWORD, BUCKET and STATE_DIR"
+        " in its environment. It is killed and started again in some scenarios. It tells its"
+        " documents as lines of JSON, in DOCUMENTS_FILE, or by PUT and DELETE below DOCUMENTS_URL"
         " (docs/conformance.md). Exit code 1: a scenario failed.",
         "dcpctl conformance consumer -- python my_consumer.py",
         "dcpctl conformance consumer --scenario rollback,deletions -- java -jar mine.jar",

@@ -20,6 +20,7 @@ _DOCUMENTS: Final = frozenset({p.MUTATION, p.DELETION, p.EXPIRATION})
 DCP_LAST: Final = 0x67
 """Opcodes of DCP are DCP_OPEN to this."""
 PACKETS_SHOWN: Final = 12
+_OSO_BEGIN: Final = 1
 
 
 class Asked(NamedTuple):
@@ -42,6 +43,8 @@ class Sent(NamedTuple):
 
     snapshots: list[tuple[float, int, int]]
     seqnos: list[tuple[float, int]]
+    out_of_order: list[tuple[float, int]]
+    """(when, flags) of OSO_SNAPSHOT: such a snapshot begins (1) or is complete (2)."""
 
 
 class Exchange:
@@ -101,12 +104,15 @@ class Exchange:
             fields = packet.extras if len(packet.extras) >= 16 else packet.value
             start, end = (int.from_bytes(fields[at : at + 8], "big") for at in (0, 8))
             self._of(packet.field).snapshots.append((each.at_s, start, end))
+        elif opcode == p.OSO_SNAPSHOT and len(packet.extras) == 4:
+            flags = int.from_bytes(packet.extras, "big")
+            self._of(packet.field).out_of_order.append((each.at_s, flags))
         elif opcode in _DOCUMENTS:
             seqno = int.from_bytes(packet.extras[:8], "big")
             self._of(packet.field).seqnos.append((each.at_s, seqno))
 
     def _of(self, vb_id: int) -> Sent:
-        return self.sent.setdefault(vb_id, Sent([], []))
+        return self.sent.setdefault(vb_id, Sent([], [], []))
 
     def after(self, asked: Asked) -> Asked | None:
         """Return the next request for the same partition."""
@@ -203,6 +209,18 @@ def _named_inside_as_whole(of: Evidence) -> str:
     return ""
 
 
+def _inside_out_of_order(of: Evidence) -> str:
+    for asked in of.exchange.asked:
+        sent = of.exchange.sent.get(asked.vb_id, Sent([], [], []))
+        before = [flags for at_s, flags in sent.out_of_order if at_s < asked.at_s]
+        if asked.start and before and before[-1] == _OSO_BEGIN:
+            return (
+                f"it goes on inside an out-of-order snapshot: it asked for partition {asked.vb_id}"
+                f" from {asked.start} with a part of it, and any change below may be lacking"
+            )
+    return ""
+
+
 def _rounded(of: Evidence) -> str:
     for asked in of.exchange.asked:
         sent = of.exchange.sent.get(asked.vb_id)
@@ -290,8 +308,9 @@ def _never_acknowledged(of: Evidence) -> str:
 
 
 MISTAKES: Final[tuple[Callable[[Evidence], str], ...]] = (
-    _ended, _never_went_back, _named_inside_as_whole, _rounded, _left_noops, _no_return_after_end,
-    _never_acknowledged, _skipped_new_history, _kept_undone, _kept_deleted, _old_version,
+    _ended, _never_went_back, _named_inside_as_whole, _inside_out_of_order, _rounded, _left_noops,
+    _no_return_after_end, _never_acknowledged, _skipped_new_history, _kept_undone, _kept_deleted,
+    _old_version,
 )  # fmt: skip
 """What is looked for, the surest first. Each returns a sentence, or ""."""
 

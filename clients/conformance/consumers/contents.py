@@ -8,7 +8,7 @@ from struct import Struct
 from typing import Final
 
 from clients.conformance import packet as p
-from clients.conformance.consumers.proxy import Passing
+from clients.conformance.consumers.proxy import Hold, Passing
 from clients.conformance.consumers.scenario import scenario
 from clients.conformance.consumers.stage import NotPlayedError, Stage
 
@@ -250,18 +250,71 @@ def seqnos_beyond_a_double(stage: Stage) -> None:
     stage.until_same()
 
 
+class FirstComesLast:
+    """A rule: the first document of each out-of-order snapshot comes as the last one of it."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], bytes] = {}
+        """(connection, partition) -> the document; b"" until there is one."""
+
+    def __call__(self, passing: Passing) -> bytes | None:
+        """See Rule."""
+        packet, is_from_server, link = passing
+        place = link.number, packet.field
+        if not (is_from_server and packet.is_request):
+            return None
+        if packet.opcode == p.OSO_SNAPSHOT:
+            is_end = place in self._held
+            held = self._held.pop(place) if is_end else self._held.setdefault(place, b"")
+            return held + p.pack(packet)
+        if packet.opcode in _BY_SEQNO and self._held.get(place) == b"":
+            self._held[place] = p.pack(packet)
+            return b""
+        return None
+
+
 @scenario(GROUP, "a consumer of out-of-order snapshots is cut inside one")
 def out_of_order_snapshot(stage: Stage) -> None:
-    """Only for consumers that ask for them. A part of such a snapshot is worth nothing: begin at 0
-    again.
+    """Only for consumers that ask for them, of one collection. The first change comes last, so a
+    part of such a snapshot is worth nothing: begin at 0 again.
     """
-    for vb_id in range(200, 220):
-        stage.write(20, vb_id=vb_id)
-    stage.proxy.bytes_per_s = 40_000
+    stage.write(20)
+    stage.proxy.add(FirstComesLast())
+    hold = Hold(p.MUTATION, stage.vb_id, after=8)
+    stage.proxy.add(hold)
+    stage.consumer.start()
+    stage.until("the consumer is inside the snapshot", hold.holds.is_set)
+    exchange = stage.exchange()
+    if "enable_out_of_order_snapshots" not in exchange.controls:
+        raise NotPlayedError("it does not ask for out-of-order snapshots")
+    if not exchange.sent[stage.vb_id].out_of_order:
+        raise NotPlayedError("its streams are not of one collection, so its snapshots are in order")
+    stage.proxy.cut()
+    hold.let_go()
+    stage.write(2, first=30)
+    stage.until_same()
+
+
+@scenario(GROUP, "a consumer of history streams gets every version, and some are undone")
+def history_streams(stage: Stage) -> None:
+    """Only for consumers that ask for them. A key comes often in one snapshot, and each time is a
+    change. It is cut inside, and history branches between two versions of a key: the older one is
+    there again.
+    """
+    for _ in range(5):
+        stage.write(4)
+    stage.delete(stage.key(3))
+    hold = Hold(p.MUTATION, stage.vb_id, after=14)
+    stage.proxy.add(hold)
     stage.consumer.start()
     stage.until("it streams", lambda: stage.exchange().sent)
-    if "enable_out_of_order_snapshots" not in stage.exchange().controls:
-        raise NotPlayedError("it does not ask for out-of-order snapshots")
+    if stage.exchange().controls.get("change_streams") != "true":
+        raise NotPlayedError("it does not ask for history streams")
+    stage.until("the consumer is inside the snapshot", hold.holds.is_set)
+    time.sleep(0.3)
     stage.proxy.cut()
-    stage.proxy.bytes_per_s = 0
+    stage.branch(10)
+    hold.let_go()
+    stage.until_same()
+    stage.write(3)
     stage.until_same()

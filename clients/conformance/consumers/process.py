@@ -29,6 +29,7 @@ class ConsumerProcess:
         self._command = command
         self._folder = folder
         self._errors = folder / "consumer.log"
+        (folder / "state").mkdir()
         self.documents = Documents(folder / "documents.json")
         self._receiver = _Receiver(self.documents)
         self._environment = os.environ | environment | {
@@ -40,7 +41,6 @@ class ConsumerProcess:
         self._fault = ""
         self.is_wanted = False
         """Whether it is meant to run."""
-        (folder / "state").mkdir()
 
     def start(self) -> None:
         """Start it; it goes on from what it has in STATE_DIR. Raises OSError."""

@@ -5,8 +5,8 @@
     proxy.cut()                             # all connections
 
 One thread for each direction of a connection reads packets and lets rules decide; the first rule
-that takes a packet is the last. The configuration that a server sends names its own port. The proxy
-puts its own in that place, so the consumer comes back through it.
+that takes a packet is the last. The configuration that a server sends names its own ports, also on
+the admin port. The proxy puts its own in their place, so the consumer comes back through it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ NOTED_MAX: Final = 20_000
 """Packets that are kept for the report; of documents only the head is noted."""
 SLOW_PIECE_S: Final = 0.02
 _NOTED_BYTES_MAX: Final = 512
+_LAST_DIGITS: Final = re.compile(rb"(?<!\d)\d{1,4}\Z")
 
 
 class Noted(NamedTuple):
@@ -152,8 +153,8 @@ class Proxy:
 
     def __init__(self, server: DcpServer) -> None:
         self._server = server
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.port, self.admin_port = (each.getsockname()[1] for each in self._listeners)
         self.rules: tuple[Rule, ...] = ()
         self.refuses = False
         """Whether new connections are closed at once."""
@@ -163,7 +164,8 @@ class Proxy:
         self._links: dict[int, Link] = {}
         self._opened = 0
         self._is_closed = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        for listener, carry in zip(self._listeners, (self._pass_on, self._pass_http), strict=True):
+            threading.Thread(target=self._accept, args=(listener, carry), daemon=True).start()
 
     def __enter__(self) -> Proxy:
         """It listens since it was made."""
@@ -176,7 +178,10 @@ class Proxy:
     def close(self) -> None:
         """Stop, and cut all connections."""
         self._is_closed = True
-        self._listener.close()
+        for listener in self._listeners:
+            with suppress(OSError):  # wakes the thread that waits in accept: it holds the port
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         for rule in self.rules:
             if isinstance(rule, Hold):
                 rule.let_go()
@@ -197,17 +202,19 @@ class Proxy:
         """Return the connections that there are."""
         return list(self._links.values())
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, carry: Callable[[Link, bool], None]) -> None:
         while not self._is_closed:
             try:
-                consumer, _ = self._listener.accept()
+                consumer, _ = listener.accept()
             except OSError:
                 return
             if self.refuses:
                 consumer.close()
                 continue
+            is_admin = listener is self._listeners[1]
+            port = self._server.admin_port if is_admin else self._server.port
             try:
-                server = socket.create_connection(("127.0.0.1", self._server.port), 5)
+                server = socket.create_connection(("127.0.0.1", port), 5)
             except OSError:
                 consumer.close()
                 continue
@@ -217,9 +224,29 @@ class Proxy:
             self._opened += 1
             link = self._links[self._opened] = Link(self._opened, consumer, server)
             for is_from_server in (False, True):
-                threading.Thread(
-                    target=self._pass_on, args=(link, is_from_server), daemon=True
-                ).start()
+                threading.Thread(target=carry, args=(link, is_from_server), daemon=True).start()
+
+    def _pass_http(self, link: Link, is_from_server: bool) -> None:
+        """Carry one direction of a connection to the admin port until it ends.
+
+        Lengths stay right: the kernel's free ports have five digits each.
+        """
+        held = b""
+        try:
+            while piece := link.read(from_server=is_from_server):
+                data, held = held + piece, b""
+                if is_from_server:
+                    data = self._with_own_port(data)
+                    if last := _LAST_DIGITS.search(data):  # the rest of a port may follow
+                        held = last[0]
+                        data = data[: last.start()]
+                link.send(data, to_consumer=is_from_server)
+            link.send(held, to_consumer=is_from_server)
+        except OSError:
+            pass  # either side has closed
+        finally:
+            link.close()
+            self._links.pop(link.number, None)
 
     def _pass_on(self, link: Link, is_from_server: bool) -> None:
         """Carry one direction of a connection until it ends."""
@@ -262,7 +289,10 @@ class Proxy:
         return raw
 
     def _with_own_port(self, config: bytes) -> bytes:
-        return re.sub(rb"(?<!\d)%d(?!\d)" % self._server.port, b"%d" % self.port, config)
+        server = self._server
+        for old, own in ((server.port, self.port), (server.admin_port, self.admin_port)):
+            config = re.sub(rb"(?<!\d)%d(?!\d)" % old, b"%d" % own, config)
+        return config
 
 
 def _first_packet(data: bytearray) -> bytes:

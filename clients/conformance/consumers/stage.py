@@ -15,7 +15,7 @@ import shutil
 import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from struct import Struct
 from types import TracebackType
@@ -96,23 +96,41 @@ class Stage:
         self.kv: SyncKv
         self.proxy: Proxy
         self.consumer: ConsumerProcess
+        self._undo: ExitStack
 
     def __enter__(self) -> Self:
-        """Start. Raises OSError if the command cannot be run."""
-        if self.cluster is None:
-            self.server.start()
-        self.proxy = Proxy(self.server)
-        self.kv = self._connect()
-        port = self.proxy.port if self.cluster is None else _port(self.cluster.address)
-        environment = {
-            "HOST": "127.0.0.1", "PORT": str(port), "USERNAME": "guest", "PASSWORD": "guest",
-            "BUCKET": "default",
-        }  # fmt: skip
-        self.consumer = ConsumerProcess(self._command, self._folder, environment)
+        """Start. If a part fails, those before it are stopped. Raises OSError, DcpdError."""
+        with ExitStack() as undo:
+            if self.cluster is None:
+                undo.callback(self._stop_server)
+                self.server.start()
+            self.proxy = undo.enter_context(Proxy(self.server))
+            self.kv = self._connect()
+            undo.callback(self._close_kv)
+            self.consumer = ConsumerProcess(self._command, self._folder, self._environment())
+            undo.callback(self.consumer.close)
+            self._undo = undo.pop_all()
         return self
+
+    def _environment(self) -> dict[str, str]:
+        port, admin_port = self.proxy.port, self.proxy.admin_port
+        if self.cluster is not None:
+            node = next(each for each in self.cluster.nodes.values() if each.runs)
+            port, admin_port = node.port, node.admin_port
+        return {
+            "HOST": "127.0.0.1", "PORT": str(port), "ADMIN_PORT": str(admin_port),
+            "USERNAME": "guest", "PASSWORD": "guest", "BUCKET": "default",
+        }  # fmt: skip
 
     def _connect(self) -> SyncKv:
         return self.server.connect() if self.cluster is None else self.cluster.connect()
+
+    def _close_kv(self) -> None:
+        self.kv.close()  # a restart of the server makes a new one
+
+    def _stop_server(self) -> None:
+        if self.server.runs:
+            self.server.kill()
 
     def __exit__(
         self,
@@ -120,12 +138,8 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop all of it."""
-        self.consumer.close()
-        self.proxy.close()
-        self.kv.close()
-        if self.server.runs:
-            self.server.kill()
+        """Stop all of it, whatever of it fails."""
+        self._undo.close()
 
     # -- documents ---------------------------------------------------------------------------------
 
@@ -332,7 +346,3 @@ class Stage:
             frozenset(self._deleted), frozenset(self._undone),
         )  # fmt: skip
         raise JudgedError(told(evidence, self.vb_id, why))
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])

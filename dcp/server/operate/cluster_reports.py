@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from dcp.server.operate.cluster_requests import DryRun, PlanProgress
-from dcp.server.operate.reports import Count, UnixTime, VbId
+from dcp.server.operate.reports import Count, KnownVersion, Seqno, UnixTime, VbId
 from vbucket.model.ids import NUM_VBUCKETS
 
 _Name = Annotated[str, Meta(description="Name of the node. Default: its host and port.")]
@@ -116,6 +116,43 @@ class PartitionReport(Struct, frozen=True, kw_only=True):
     copies: Annotated[list[str], Meta(description="In order of preference.")]
     in_sync: _Names
     filling: _Names
+
+
+class CopyReport(Struct, frozen=True, kw_only=True):
+    """One copy of a partition, by its record."""
+
+    node: str
+    runs: Annotated[bool, Meta(description="Whether its process is connected to the store.")]
+    in_sync: bool
+    may_lead: Annotated[bool, Meta(description="Whether it may become the master, or is it.")]
+    why: Annotated[str, Meta(description="Why it may, or may not.")]
+
+
+class HeldCopy(Struct, frozen=True, kw_only=True):
+    """What the node that answers has of a partition."""
+
+    state: str
+    leader_epoch: Count
+    high_seqno: Seqno
+    persisted_seqno: Annotated[Seqno, Meta(description="On its disk.")]
+    committed_seqno: Annotated[Seqno, Meta(description="What it knows to be committed.")]
+    snapshot_upto: Annotated[
+        Seqno | None,
+        Meta(description="It has only a part of a snapshot up to here; null: it has all of it."),
+    ]
+    failover_log: Annotated[list[KnownVersion], Meta(description="Newest first.")]
+
+
+class ExplainedPartition(Struct, frozen=True, kw_only=True):
+    """A partition's record, its copies, and what this node has of it."""
+
+    node: Annotated[str, Meta(description="The node that answers.")]
+    record: PartitionReport
+    min_in_sync: Annotated[Count, Meta(description="Copies in sync that a write needs.")]
+    copies: list[CopyReport]
+    held: Annotated[HeldCopy | None, Meta(description="null: this node has no copy.")]
+    trouble: Annotated[str, Meta(description="Why nobody serves it now; empty: its master runs.")]
+    try_: Annotated[str, Meta(description="What to do about it.")] = field(name="try", default="")
 
 
 class StoreReport(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from failover.rules.history import Version
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 ENCODINGS: Final = ("utf-8", "base64")
@@ -55,6 +56,19 @@ class BranchManyReport(Struct):
 
     branched: list[BranchReport]
     refused: list[BranchRefusal]
+
+
+class KnownVersion(Struct):
+    """A version of a partition."""
+
+    vb_uuid: VbUuid
+    seqno: Annotated[Seqno, Meta(description="It began after this seqno.")]
+    epoch: Count
+
+    @classmethod
+    def of(cls, version: Version) -> KnownVersion:
+        """Return the report of an entry of the failover log."""
+        return cls(str(version.vb_uuid), version.seqno, version.epoch)
 
 
 class StateReport(Struct):

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dcp.server.operate.reports import Count, Seqno, UnixTime, VbId, VbUuid
+from dcp.server.operate.reports import Count, KnownVersion, Seqno, UnixTime, VbId, VbUuid
 from dcp.server.report.consumer_watch import STATES, WatchedConsumer
 from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.sampler import Sampler
@@ -130,14 +130,6 @@ class MapColours(msgspec.Struct):
     ]
     lags: Annotated[list[Count], Meta(description="The largest lag of a consumer.")]
     history: Annotated[list[Count], Meta(description="Seqnos that can be undone.")]
-
-
-class KnownVersion(msgspec.Struct):
-    """A version of a partition."""
-
-    vb_uuid: VbUuid
-    seqno: Annotated[Seqno, Meta(description="It began after this seqno.")]
-    epoch: Count
 
 
 class PartitionDetail(msgspec.Struct):
@@ -287,10 +279,7 @@ class ConsoleView:
         """Return what is known of a partition."""
         engine = self._sources.engine
         part = engine.partitions[vb_id]
-        versions = [
-            KnownVersion(str(version.vb_uuid), version.seqno, version.epoch)
-            for version in part.failover.entries
-        ]
+        versions = [KnownVersion.of(version) for version in part.failover.entries]
         return PartitionDetail(
             vb_id, part.durable_state.name.lower(), part.item_count, part.committed_seqno,
             part.persisted_seqno, part.history_floor, part.purge_seqno, part.leader_epoch,

@@ -20,7 +20,7 @@ on an unclean one, `unclean_preview` says what it would do to them, as far as a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -237,10 +237,11 @@ def cancel(view: ClusterView, stamp: Stamp) -> Answer:
         put = member_put(view, with_drained(view, plan.about, is_drained=False))
         puts.append(put)
         compares.append(unchanged(view, put.key))
+    gone = set(view.members) - view.alive.keys() if plan.kind is PlanKind.CANCEL else set[str]()
     # All partitions of the plan, also those that are as they shall be: the coordinator may have
     # added a copy that this view does not show yet.
     wanted = {
-        vb_id: _kept_chain(found.content.record, cluster.copies)
+        vb_id: _kept_chain(found.content.record, cluster.copies, gone)
         for vb_id in plan.chains
         if (found := view.partitions.get(vb_id)) is not None
     }
@@ -294,9 +295,12 @@ def _set_words(before: ClusterRecord, after: ClusterRecord) -> str:
     return " ".join(words)
 
 
-def _kept_chain(record: ReplicationRecord, count: int) -> Chain:
-    """Return the copies that a cancelled move leaves."""
+def _kept_chain(
+    record: ReplicationRecord, count: int, without: Collection[str] = frozenset()
+) -> Chain:
+    """Return the copies that a cancelled move leaves, without those members if there are others."""
     full = [member for member in record.copies if member not in record.filling]
+    full = [member for member in full if member not in without] or full
     ranked = sorted(full, key=lambda member: (member != record.master, member not in record.isr))
     kept = set(ranked[: max(count, 1)])
     return tuple(member for member in record.copies if member in kept)

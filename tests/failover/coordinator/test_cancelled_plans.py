@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from failover.coordinator.partition_choices import AGAIN_NS
 from failover.coordinator.plans.request_answers import (
     Answer,
     Prepared,
 )
 from failover.coordinator.plans.requests import (
+    _kept_chain,
     cancel,
     drain,
     failover,
@@ -21,6 +23,7 @@ from failover.coordinator.plans.requests import (
 from failover.coordinator.records import (
     PlanKind,
 )
+from failover.rules.replication_record import add_copy, create, elect, expand, shrink
 from support.planned_cluster import PARTITIONS, Cluster, even
 
 
@@ -28,7 +31,7 @@ from support.planned_cluster import PARTITIONS, Cluster, even
 def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
     cluster = Cluster(cut="ad")  # some copies of the first plan are being filled
     cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
-    cluster.run(0.5)
+    cluster.run(AGAIN_NS / 1e9 + 0.5)
     assert any(record.filling for record in cluster.records().values())
     cluster.nodes["d"].is_paused = True
     cluster.nodes["b"].is_paused = True
@@ -56,6 +59,17 @@ def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> Non
     assert not any(record.filling for record in cluster.records().values())
     assert (cluster.copies()["b"] == 0) == (then == "drain")
     cluster.check_history(copies)
+
+
+def test_cancellation_that_is_asked_again_does_without_the_dead() -> None:
+    record = expand(add_copy(elect(create("abcd"), "c"), "e"), "e")
+    lacking = shrink(record, "abd")
+    assert _kept_chain(record, 3) == ("a", "b", "c")
+    assert _kept_chain(expand(lacking, "d"), 3) == ("c", "d", "e")
+    assert _kept_chain(lacking, 3) == ("a", "c", "e"), "a may come back"
+    assert _kept_chain(lacking, 3, "ab") == ("c", "d", "e")
+    assert _kept_chain(lacking, 3, "abd") == ("c", "e"), "a new copy is made elsewhere"
+    assert _kept_chain(lacking, 3, "abcde") == ("a", "c", "e")
 
 
 def _prepared(answer: Answer) -> Prepared:

@@ -269,3 +269,36 @@ def test_a_late_answer_to_a_keep_alive_counts() -> None:
         membership.on_event(now_ns, Tick())
     assert not membership.lease_id
     assert membership.late_renewals == 2, "and then not at all"
+
+
+def test_report_comes_after_alive_key_and_a_look_at_the_store(
+    cluster: Cluster,
+) -> None:
+    """Else a report without partitions would say that a member knows nothing better than a store
+    that it has not read.
+    """
+    process = cluster.start(FOLDER, 1)
+    session = process.session
+
+    def revision(kind: KeyKind) -> int:
+        return session.view.mod_revision(KEYS.of_member(kind, "m1"))
+
+    cluster.run(1)
+    assert session.has_read
+    assert not revision(KeyKind.SUSPECT), "the node has not looked at the records"
+    process.driver.carry_out(session.report(cluster.now_ns, ()))
+    cluster.run(0.5)
+    assert revision(KeyKind.SUSPECT) > revision(KeyKind.ALIVE)
+
+    process.client.era += 1
+    cluster.run(1)
+    assert session.has_read
+    assert revision(KeyKind.ALIVE) > revision(KeyKind.SUSPECT), "over the new connection"
+    process.driver.carry_out(session.report(cluster.now_ns, ()))
+    cluster.run(0.5)
+    assert revision(KeyKind.SUSPECT) > revision(KeyKind.ALIVE)
+
+    session.begin_to_leave(cluster.now_ns)
+    cluster.run(0.5)
+    assert session.view.alive["m1"].content.is_leaving
+    assert revision(KeyKind.SUSPECT) > revision(KeyKind.ALIVE), "it is the same connection"

@@ -42,6 +42,7 @@ from failover.coordinator.records import (
     AliveRecord,
     KeyKind,
     MemberRecord,
+    MemberReport,
     PlanKind,
     PlanRecord,
     StoredPartition,
@@ -490,9 +491,18 @@ def test_cancelling_nothing_or_growth_is_refused() -> None:
     assert "adds missing copies by itself" in refusal(cancel(cluster.view, cluster.stamp()))
 
 
-@pytest.mark.parametrize(("alive_at", "after_s"), [(3, 7.0), (6, 0.0), (0, None)])
-def test_copies_move_if_their_master_is_connected_to_this_store(
-    alive_at: int, after_s: float | None
+@pytest.mark.parametrize(
+    ("alive_at", "reported_at", "after_s"),
+    [
+        (3, 4, 7.0),
+        (6, 7, 2.0),
+        (0, 0, None),
+        (6, 4, None),  # what it has seen of this store it has not said yet
+        (6, 0, None),
+    ],
+)
+def test_copies_move_once_their_master_has_spoken(
+    alive_at: int, reported_at: int, after_s: float | None
 ) -> None:
     """The store may have gone back to a copy, in which the lease of a dead node has not ended."""
     view = ClusterView(KEYS)
@@ -512,6 +522,9 @@ def test_copies_move_if_their_master_is_connected_to_this_store(
     if alive_at:
         key = KEYS.of_member(KeyKind.ALIVE, "a")
         items.append((key, encode_record(AliveRecord(member="a", incarnation=1)), alive_at))
+    if reported_at:
+        report = MemberReport(member="a", partitions=())
+        items.append((KEYS.of_member(KeyKind.SUSPECT, "a"), encode_record(report), reported_at))
     choices = PartitionChoices(view, CoordinatorSettings())
     choices.begin_again(10**9, 5 * 10**9)
     view.start_over([KeyValue(key, value, 1, at, 1) for key, value, at in items], 5)

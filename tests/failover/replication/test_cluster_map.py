@@ -14,16 +14,14 @@ KEYS = ClusterKeys(b"/test/")
 NODES = {name: MapNode(None, 11210 + number, 8091 + number) for number, name in enumerate("abc")}
 
 
+def item(vb_id: int, record: ReplicationRecord) -> KeyValue:
+    value = encode_partition(StoredPartition(record, "test"))
+    return KeyValue(KEYS.of_partition(KeyKind.PARTITION, vb_id), value, 2, 2, 1)
+
+
 def map_of(records: dict[int, ReplicationRecord], member: str = "a") -> PartitionMap:
     view = ClusterView(KEYS)
-    items = [
-        KeyValue(
-            KEYS.of_partition(KeyKind.PARTITION, vb_id),
-            encode_partition(StoredPartition(record, "test")), 2, 2, 1,
-        )
-        for vb_id, record in records.items()
-    ]  # fmt: skip
-    view.replace(items, 2)
+    view.replace([item(vb_id, record) for vb_id, record in records.items()], 2)
     return bucket_map(view, 4, member, NODES, rev=2)
 
 
@@ -50,3 +48,15 @@ def test_without_records_a_node_shows_itself() -> None:
     shown = map_of({}, "b")
     assert shown.nodes == (NODES["b"],)
     assert set(shown.chains) == {(NO_NODE,)}
+
+
+def test_unchanged_partitions_are_told_over_a_new_connection() -> None:
+    """Members that have left an in-sync set count until the others hold the record that says so in
+    the present store: its master has to know that it is there, also if it is the same.
+    """
+    items = [item(vb_id, create(("a", "b"))) for vb_id in (0, 3)]
+    view = ClusterView(KEYS)
+    assert view.start_over(items, 5) == {0, 3}
+    assert view.start_over(items, 6) == {0, 3}
+    assert view.start_over(items[:1], 7) == {0, 3}, "one is gone"
+    assert view.replace(items[:1], 8) == frozenset()

@@ -14,7 +14,15 @@ from failover.rules.election import (
     master_to_elect,
     master_to_elect_uncleanly,
 )
-from failover.rules.replication_record import add_copy, create, elect, shrink
+from failover.rules.eligibility import eligibility
+from failover.rules.replication_record import (
+    ReplicationRecord,
+    add_copy,
+    create,
+    elect,
+    shrink,
+    want,
+)
 from support.core_cluster import vacated
 
 ABC = elect(create("abc"), "a")  # epoch 2
@@ -170,3 +178,23 @@ def test_with_min_in_sync_1_all_copies_speak_or_one_is_sure():
     assert master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=1) is None
     reports.append(told("a"))
     assert master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=1) == "a"
+
+
+@pytest.mark.parametrize(
+    ("record", "member", "runs", "may_lead", "why"),
+    [
+        (ABC, "a", True, True, "it is the master"),
+        (ABC, "a", False, False, "does not run"),
+        (ABC, "b", True, True, "every change that was committed"),
+        (want(ABC, "b"), "b", True, True, "being handed over"),
+        (shrink(ABC, "c"), "c", True, False, "not in sync"),
+        (shrink(ABC, "c"), "c", False, False, "not in sync"),
+        (add_copy(ABC, "d"), "d", True, False, "being filled"),
+    ],
+)
+def test_who_may_become_master_and_why(
+    record: ReplicationRecord, member: str, runs: bool, may_lead: bool, why: str
+) -> None:
+    told = eligibility(record, member, runs=runs)
+    assert told.may_lead == may_lead
+    assert why in told.why

@@ -158,3 +158,14 @@ def test_a_log_keeps_200_versions_and_shows_25(failovers, branches):
     assert log.pairs() == [version[:2] for version in lineage]
     assert log.shown_pairs() == [version[:2] for version in lineage[:25]]
     assert (FAILOVER_ENTRIES_MAX, FAILOVER_ENTRIES_SHOWN) == (200, 25)
+
+
+def test_log_below_its_newest_version_ends_in_an_older_one() -> None:
+    """A replica takes over its master's log of versions before the changes: else it would be
+    elected over another one that has all of the older version.
+    """
+    log = FailoverLog.create(7, epoch=2).branch(8, 60, 3).branch(9, 60, 4)
+    assert [log.epoch_at(seqno) for seqno in (0, 15, 59, 60, 71)] == [2, 2, 2, 4, 4]
+    assert log.branch(10, 15, 5).epoch_at(14) == 2
+    cut = FailoverLog((Version(8, 60, 3),))
+    assert cut.epoch_at(59) == 0

@@ -1,7 +1,7 @@
 """Rules over quarantine files and loss receipts. Pure.
 
-- an answered write that an unclean election lost is in a quarantine file, unless a folder that may
-  have held it is lost;
+- an answered write that an unclean election lost is in a quarantine file, or a later one of its key
+  is, unless a folder that may have held it is lost. Compaction keeps the newest one of a key only;
 - the election's receipt has an end below each write that it lost;
 - nothing is in a quarantine file that the master still has. A dropped copy asks nobody, so it keeps
   what it cannot know to be elsewhere: after an election what it did not know to be committed;
@@ -15,10 +15,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from failover.replication.receipt import CutOff
 from sim.checkers.histories import is_excused_by, missing
 from sim.facts import CutOffFact, Excuse, History, LostFact, LostFolder, Operation, Outcome, cas_of
-from vbucket.model.entry import META, seqno_of
+from vbucket.model.entry import META, key_of, seqno_of
+from vbucket.model.manifest import decode_leb128
 
 UNCLEAN = frozenset({"unclean"})
-OTHERS = frozenset({"branch", "lost folder"})
+OTHERS = frozenset({"branch", "lost folder", "failover"})
 
 
 def lost_by_election(
@@ -43,11 +44,12 @@ def named(
     lost_folders: Sequence[LostFolder],
 ) -> list[str]:
     """Every write that is gone must be named by its key and by the election."""
-    in_files = {
-        (fact.cut.vb_id, seqno_of(entry), _cas(entry))
-        for fact in cut_off
-        for entry in fact.cut.entries
-    }
+    kept = [(fact.cut.vb_id, entry) for fact in cut_off for entry in fact.cut.entries]
+    in_files = {(vb_id, seqno_of(entry), _cas(entry)) for vb_id, entry in kept}
+    newest: dict[tuple[int, bytes], int] = {}
+    for vb_id, entry in kept:
+        name = vb_id, _name_of(entry)
+        newest[name] = max(newest.get(name, 0), seqno_of(entry))
     problems = []
     for operation in gone:
         began_ns = operation.invoked_ns
@@ -62,6 +64,7 @@ def named(
         if not told:
             problems.append(f"no receipt of an election names the loss of {operation}")
         is_in_file = (operation.vb_id, operation.seqno, operation.cas) in in_files
+        is_in_file |= newest.get((operation.vb_id, operation.key), 0) > operation.seqno
         if not is_in_file and not any(folder.at_ns >= began_ns for folder in lost_folders):
             problems.append(f"no quarantine file holds the lost write {operation}")
     return problems
@@ -112,6 +115,12 @@ def readable(
         for fact in cut_off
         if fact.at_ns > gone_ns.get(fact.node, -1) and fact.cut not in on_disk[fact.node]
     ]
+
+
+def _name_of(entry: bytes) -> bytes:
+    """Return the key without its collection id."""
+    key = key_of(entry)
+    return key[decode_leb128(key)[1] :]
 
 
 def _cas(entry: bytes) -> int:

@@ -5,6 +5,7 @@
     POST /api/v1/cluster/token    the token for new members
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
+    GET  /api/v1/cluster/partitions/{vb}   its copies, and who may become its master
     GET  /api/v1/cluster/page     status, map in a short form, events: for the web console
     GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
     POST /api/v1/cluster/meta/testify, meta/restore   build the metadata store's records anew
@@ -21,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
+from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body, vb_of
 from dcp.server.admin.bodies import NoMembers
 from dcp.server.operate.cluster_reports import (
     ClusterPage,
     ClusterReport,
+    ExplainedPartition,
     InitAnswer,
     InitRequest,
     JoinAnswer,
@@ -83,9 +85,6 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     async def status(_request: Request) -> Response:
         return json_answer(commands().status())
 
-    async def map_(_request: Request) -> Response:
-        return json_answer(await _settled(_called(commands().map), "there is no map"))
-
     async def receipts(_request: Request) -> Response:
         return json_answer(await commands().receipts())
 
@@ -113,10 +112,7 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
             "GET", f"{path}/status", status, answer=ClusterReport,
             summary="Return the nodes, their copies, and what is wrong.",
         ),
-        RouteSpec(
-            "GET", f"{path}/map", map_, answer=list[PartitionReport],
-            summary="Return the record of each partition.",
-        ),
+        *_partition_routes(commands, path),
         RouteSpec(
             "GET", f"{path}/page", page, answer=ClusterPage,
             summary="Return what the web console shows of the cluster: the status with the figures"
@@ -125,6 +121,28 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         RouteSpec(
             "GET", f"{path}/receipts", receipts, answer=ReceiptsReport,
             summary="Return the loss receipts in the data folder of this node.",
+        ),
+    ]  # fmt: skip
+
+
+def _partition_routes(commands: Callable[[], ClusterOperations], path: str) -> list[RouteSpec]:
+    async def map_(_request: Request) -> Response:
+        return json_answer(await _settled(_called(commands().map), "there is no map"))
+
+    async def explain(request: Request) -> Response:
+        vb_id = vb_of(request)
+        told = _called(lambda: commands().explain(vb_id))
+        return json_answer(await _settled(told, f"partition {vb_id} is not explained"))
+
+    return [
+        RouteSpec(
+            "GET", f"{path}/map", map_, answer=list[PartitionReport],
+            summary="Return the record of each partition.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/partitions/{{vb}}", explain, answer=ExplainedPartition,
+            summary="Return a partition's copies, who may become its master and why, and what this"
+            " node has of it.",
         ),
     ]  # fmt: skip
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 
 from dcp.server.cluster.cluster_file import ClusterRefusedError, ClusterToken
@@ -24,12 +23,14 @@ from dcp.server.cluster.joining.enrolment import NewCluster
 from dcp.server.cluster.operators.cluster_changes import ClusterChanges
 from dcp.server.cluster.operators.cluster_figures import cluster_page
 from dcp.server.cluster.operators.cluster_status import cluster_report
+from dcp.server.cluster.operators.explain_partition import explain_partition, partition_report
 from dcp.server.cluster.operators.meta_desk import MetaDesk
 from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
     ClusterPage,
     ClusterReport,
+    ExplainedPartition,
     InitAnswer,
     InitRequest,
     JoinAnswer,
@@ -173,19 +174,22 @@ class ClusterOperations:
     def map(self) -> list[PartitionReport]:
         """Return the records of all partitions. Raises ClusterRefusedError on a node alone."""
         view = self._member().session.view
-        name = partial(name_of, view)
         return [
-            PartitionReport(
-                vb=vb_id, epoch=record.epoch, unclean_epoch=record.unclean_epoch,
-                master=None if record.master is None else name(record.master),
-                wanted_master=None if record.wanted_master is None else name(record.wanted_master),
-                copies=[name(member) for member in record.copies],
-                in_sync=sorted(name(member) for member in record.isr),
-                filling=sorted(name(member) for member in record.filling),
-            )
+            partition_report(view, vb_id, stored.content.record)
             for vb_id, stored in sorted(view.partitions.items())
-            for record in (stored.content.record,)
-        ]  # fmt: skip
+        ]
+
+    def explain(self, vb_id: int) -> ExplainedPartition:
+        """Return a partition's copies, and who may become its master. Raises ClusterRefusedError on
+        a node alone, and without a record of the partition.
+        """
+        replicated = self._member()
+        if vb_id not in replicated.session.view.partitions:
+            raise ClusterRefusedError(
+                f"the metadata store has no record of partition {vb_id} that can be read",
+                "`dcpctl cluster status` says what is wrong with the store",
+            )
+        return explain_partition(replicated, vb_id)
 
     def _member(self) -> ReplicatedNode:
         if self._replicated is None:

@@ -326,21 +326,34 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
 
     Each partition is in the report of one node: its master's, or of every node if that is down.
     """
-    view = replicated.session.view
     groups: dict[_Reason, list[int]] = defaultdict(list)
+    for vb_id, reason in _reasons(replicated, is_store_away=is_store_away):
+        groups[reason].append(vb_id)
+    return [
+        UnwritableReport(vbs=id_ranges(vb_ids), count=len(vb_ids), why=why, try_=advice)
+        for (why, advice), vb_ids in sorted(groups.items(), key=lambda item: item[1])
+    ]
+
+
+def _reasons(replicated: ReplicatedNode, *, is_store_away: bool) -> Iterator[tuple[int, _Reason]]:
+    """Yield the partitions of `_unwritable`, each with its reason."""
+    view = replicated.session.view
     for found in replicated.core.master.serving.unwritable(elapsed_ns()):
-        groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
+        yield found.vb_id, _words(view, found, is_store_away=is_store_away)
     leads, member = replicated.core.master.masterships, replicated.member
     for vb_id, stored in view.partitions.items():
         record = stored.content.record
         is_orphan = record.master is None or record.master not in view.alive
         if is_orphan or (record.master == member and vb_id not in leads):
-            words = _orphan_words(view, vb_id, record, is_store_away=is_store_away)
-            groups[words].append(vb_id)
-    return [
-        UnwritableReport(vbs=id_ranges(vb_ids), count=len(vb_ids), why=why, try_=advice)
-        for (why, advice), vb_ids in sorted(groups.items(), key=lambda item: item[1])
-    ]
+            yield vb_id, _orphan_words(view, vb_id, record, is_store_away=is_store_away)
+
+
+def why_unwritable(replicated: ReplicatedNode, wanted: int) -> tuple[str, str]:
+    """Return why one partition takes no writes, and what to do; ("", ""): it takes them, or its
+    master, which is another node, knows why.
+    """
+    reasons = _reasons(replicated, is_store_away=bool(replicated.access.trouble))
+    return next((reason for vb_id, reason in reasons if vb_id == wanted), _Reason("", ""))
 
 
 def _words(view: ClusterView, found: Unwritable, *, is_store_away: bool) -> _Reason:
