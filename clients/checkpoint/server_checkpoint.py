@@ -107,6 +107,15 @@ class ServerCheckpoint:
         self._is_loaded = True
         return checkpoint
 
+    async def claim_positions(self, vb_ids: Iterable[int]) -> Checkpoint:
+        """Load the positions, and write those of some partitions again, as this store's. Whoever
+        saved them before is refused from now on. Raises CheckpointError.
+        """
+        loaded = await self.load()
+        mine = {vb_id: loaded[vb_id] for vb_id in vb_ids if vb_id in loaded}
+        await self.save_changes(mine)
+        return loaded
+
     async def save(self, checkpoint: Mapping[int, Position]) -> None:
         """Write the given positions; other partitions keep theirs."""
         await self.save_changes(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clients import CheckpointFile, Rollback, ServerCheckpoint, SyncConsumer
+from clients import CheckpointFile, GroupMember, Rollback, ServerCheckpoint, SyncConsumer
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
 from clients.testing import (
     ClusterWaitError,
@@ -24,6 +25,8 @@ from clients.testing import (
 )
 from clients.testing import cluster as module
 from clients.testing.control import ControlServer
+from vbucket.model.consumer_documents import GROUP_PREFIX
+from vbucket.model.ids import vbucket_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-scenarios.md"
 VB = 528
@@ -281,3 +284,24 @@ def test_what_is_kept_for_a_consumer_survives_failovers(cluster: DcpCluster) -> 
          "kept", "--yes"], capture_output=True, check=True,
     )  # fmt: skip
     assert purge_what_may_go() > before, "the same purge, when nothing is kept"
+
+
+async def test_a_group_goes_on_with_the_next_master(cluster: DcpCluster) -> None:
+    """Whoever has the group's document coordinates it; its epoch goes with it."""
+    vb_id = vbucket_of(GROUP_PREFIX + b"moved")
+    cluster.move(vb_id, "n2")
+    async with GroupMember(cluster.address, "moved") as first:
+        async with GroupMember(cluster.address, "moved") as second:
+            share = second.share
+            assert share is not None
+            assert (share.epoch, len(share.members)) == (2, 2)
+            await asyncio.to_thread(cluster.kill, "n2")
+            later = GroupMember(cluster.address, "moved")
+            async with later:
+                assert later.share is not None
+                assert later.share.epoch > 2
+                assert set(share.members) | {later.member} >= set(later.share.members)
+        while first.share is None or first.share.members != (first.member,):
+            await first._changed.wait()
+        assert len(first.share.vbuckets) == 1024
+    await asyncio.to_thread(cluster.restart, "n2")

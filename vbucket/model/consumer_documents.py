@@ -2,6 +2,7 @@
 
     _dcpd:checkpoint:NAME:VB:DIGITS   a consumer's position in a partition (clients.checkpoint)
     _dcpd:keep:VB:DIGITS              what a partition keeps for consumers that are away
+    _dcpd:group:NAME                  members and epoch of a group (dcp.session.group_command)
 
 DIGITS end a key so that its hash is the partition that the document is about. So a partition has
 what concerns it: its copies have it as they have its changes, and no other node is asked.
@@ -21,6 +22,7 @@ from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 OWN_PREFIX: Final = b"_dcpd:"
 CHECKPOINT_PREFIX: Final = "_dcpd:checkpoint:"
+GROUP_PREFIX: Final = b"_dcpd:group:"
 _KEEP_HEAD: Final = "_dcpd:keep"
 _DIGITS: Final = 4
 """Three do not reach every partition."""
