@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from clients.consumer.consumer import Consumer
     from clients.consumer.counters import ConsumerMetrics, Measured, export_prometheus
     from clients.consumer.group import Group
+    from clients.consumer.group_member import GroupMember, Share
     from clients.consumer.options import (
         ConsumerArguments,
         ConsumerOptions,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         ConnectionLostError,
         DcpdError,
         DurabilityImpossibleError,
+        EpochGoneError,
         ExistsError,
         HistoryBranchedError,
         InvalidRequestError,
@@ -113,10 +115,11 @@ __getattr__ = lazy_names(
         "consumer.consumer": "Consumer",
         "consumer.counters": "ConsumerMetrics Measured export_prometheus",
         "consumer.group": "Group",
+        "consumer.group_member": "GroupMember Share",
         "consumer.options": "ConsumerArguments ConsumerOptions FollowArguments OnRollback Start",
         "errors": "AmbiguousStatusError AmbiguousWriteError AuthenticationError CasMismatchError"
         " CheckpointError ConnectError ConnectionLostError DcpdError"
-        " DurabilityImpossibleError ExistsError"
+        " DurabilityImpossibleError EpochGoneError ExistsError"
         " HistoryBranchedError InvalidRequestError NoAccessError NotFoundError"
         " NotJsonError NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
         " ServerError StatusError StreamViolationError TemporaryError TooBigError"
@@ -160,11 +163,13 @@ __all__ = [
     "Document",
     "DurabilityImpossibleError",
     "DurabilityLevel",
+    "EpochGoneError",
     "Event",
     "ExistsError",
     "Filter",
     "FollowArguments",
     "Group",
+    "GroupMember",
     "HistoryBranchedError",
     "InvalidRequestError",
     "Json",
@@ -193,6 +198,7 @@ __all__ = [
     "ServerAddress",
     "ServerCheckpoint",
     "ServerError",
+    "Share",
     "SnapshotEnd",
     "SnapshotStart",
     "Start",

@@ -179,6 +179,12 @@ class CheckpointError(DcpdError):
     """
 
 
+class EpochGoneError(DcpdError):
+    """A member of a group has an older epoch than who has its partitions now. Whoever stores
+    positions raises it; `GroupMember.deliveries` waits for the next share where `begin` does.
+    """
+
+
 class StreamViolationError(DcpdError):
     """A stream broke the rules of DCP. The text says how, in which partition, at which seqno."""
 

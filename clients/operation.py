@@ -65,7 +65,7 @@ STORE_EXTRAS: Final = Struct(">II")
 COLLECTION_ID_EXTRAS: Final = Struct(">QI")
 """Of an answer to GET_COLLECTION_ID: manifest uid, collection id."""
 _NO_OPTIONS: Final = STORE_EXTRAS.pack(0, 0)
-_READS: Final = frozenset({Opcode.GET, Opcode.GET_REPLICA})
+_READS: Final = frozenset({Opcode.GET, Opcode.GET_REPLICA, Opcode.X_GROUP_BEAT})
 _STORES: Final = frozenset({Opcode.SET, Opcode.ADD, Opcode.REPLACE})
 _NAMES: Final = {
     Opcode.GET: "get",
@@ -78,6 +78,7 @@ _NAMES: Final = {
     Opcode.DELETE: "delete",
     Opcode.SUBDOC_MULTI_LOOKUP: "look up",
     Opcode.TOUCH: "touch",
+    Opcode.X_GROUP_BEAT: "beat of a group's member",
 }
 LOOKUPS_MAX: Final = 16
 """Most look-ups of one SUBDOC_MULTI_LOOKUP."""

@@ -162,8 +162,12 @@ def clipped(complete: Ranges, seqno: int) -> Ranges:
     return tuple((first, min(last, seqno)) for first, last in complete if first <= seqno)
 
 
-def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
-    """Return in words what happens to what a client holds of a partition that goes back."""
+def rollback_reason(
+    before: Position, server_seqno: int, to_seqno: int, server: Versions = ()
+) -> str:
+    """Return in words what happens to what a client holds of a partition that goes back. `server`:
+    the server's versions, as far as it told them.
+    """
     shared = min(max(server_seqno, to_seqno), before.seqno)
     done = []
     if before.seqno > shared:
@@ -173,6 +177,12 @@ def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
     why = f"history branched at seqno {server_seqno}"
     if not server_seqno:
         why = f"the server does not know version {before.vb_uuid}"
+        if before.vb_uuid in dict(server):
+            why = (
+                f"deletions above seqno {before.seqno} are purged, which this consumer has not"
+                " seen: they were not kept for it, or it was away beyond the limits of that"
+                " (dcpctl consumer list)"
+            )
     return f"{why}: {', '.join(done) or 'no change is undone'}"
 
 

@@ -1,4 +1,8 @@
-"""A checkpoint in the server itself: one document per partition, `_dcpd:checkpoint:NAME:VB`.
+"""A checkpoint in the server itself: one document per partition.
+
+Each document lies in the partition that it is about (`vbucket.model.consumer_documents`), so that a
+purge there can respect it. Older versions had `_dcpd:checkpoint:NAME:VB`, anywhere; such a document
+is read where there is no newer one.
 
 The consumer can then run on any machine, and the members of a group can share the checkpoint. The
 documents are ordinary documents of the default collection, so they are streamed like any other. A
@@ -37,12 +41,15 @@ from clients.errors import (
 from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from clients.position import Position
+from vbucket.model.consumer_documents import (
+    CHECKPOINT_PREFIX,
+    NAME_BYTES_MAX,
+    OWN_PREFIX,
+    checkpoint_key,
+)
 from vbucket.model.ids import NUM_VBUCKETS
 
-KEY_PREFIX: Final = "_dcpd:checkpoint:"
 _CLASHES: Final = (CasMismatchError, ExistsError, NotFoundError)
-NAME_BYTES_MAX: Final = 200
-"""A key has 250 bytes at most."""
 
 
 class _Seen(NamedTuple):
@@ -60,7 +67,7 @@ class ServerCheckpoint:
     under one name are noticed: a save of at least one of them raises CheckpointError.
     """
 
-    hidden_keys: Final = (KEY_PREFIX.encode(),)
+    hidden_keys: Final = (OWN_PREFIX,)
     """Key prefixes that the consumer does not return. They cover all consumers' checkpoints.
     Otherwise the saves of two consumers would trigger each other."""
 
@@ -77,18 +84,21 @@ class ServerCheckpoint:
     async def load(self) -> Checkpoint:
         """Return the last saved checkpoint, {} if there is none. Raises CheckpointError."""
         kv = await self._open()
-        keys = [self._key(vb_id) for vb_id in range(NUM_VBUCKETS)]
+        keys = [checkpoint_key(self.name, vb_id) for vb_id in range(NUM_VBUCKETS)]
+        older = [f"{CHECKPOINT_PREFIX}{self.name}:{vb_id}" for vb_id in range(NUM_VBUCKETS)]
         checkpoint: Checkpoint = {}
         try:
-            documents = await kv.get_many(keys)
+            documents = await kv.get_many([*older, *keys])
         except DcpdError as error:
             raise CheckpointError(f"checkpoint {self.name!r} cannot be read: {error}") from error
         self._seen.clear()
-        for key, document in documents.items():
+        names = set(keys)
+        for key, document in documents.items():  # the newer ones come last
             try:
                 positions = decode_checkpoint(document.value)
                 checkpoint.update(positions)
-                self._seen.update(dict.fromkeys(positions, _Seen(document.cas, document.value)))
+                if key in names:
+                    self._seen.update(dict.fromkeys(positions, _Seen(document.cas, document.value)))
             except ValueError as error:
                 raise CheckpointError(
                     f"checkpoint document {key.decode()!r}: {error}",
@@ -96,6 +106,15 @@ class ServerCheckpoint:
                 ) from error
         self._is_loaded = True
         return checkpoint
+
+    async def claim_positions(self, vb_ids: Iterable[int]) -> Checkpoint:
+        """Load the positions, and write those of some partitions again, as this store's. Whoever
+        saved them before is refused from now on. Raises CheckpointError.
+        """
+        loaded = await self.load()
+        mine = {vb_id: loaded[vb_id] for vb_id in vb_ids if vb_id in loaded}
+        await self.save_changes(mine)
+        return loaded
 
     async def save(self, checkpoint: Mapping[int, Position]) -> None:
         """Write the given positions; other partitions keep theirs."""
@@ -128,9 +147,9 @@ class ServerCheckpoint:
             for vb_id, value in values.items():
                 seen = self._seen.get(vb_id)
                 if seen is None and self._is_loaded:
-                    batch.add(self._key(vb_id), value)
+                    batch.add(checkpoint_key(self.name, vb_id), value)
                 else:
-                    batch.set(self._key(vb_id), value, cas=seen.cas if seen else 0)
+                    batch.set(checkpoint_key(self.name, vb_id), value, cas=seen.cas if seen else 0)
         failed: dict[int, DcpdError] = {}
         for (vb_id, value), result in zip(values.items(), batch.results, strict=True):
             if isinstance(result, DcpdError):
@@ -144,7 +163,7 @@ class ServerCheckpoint:
         wrote one.
         """
         kv = await self._open()
-        keys = {self._key(vb_id).encode(): vb_id for vb_id in vb_ids}
+        keys = {checkpoint_key(self.name, vb_id): vb_id for vb_id in vb_ids}
         try:
             documents = await kv.get_many(list(keys))
         except DcpdError as error:
@@ -187,9 +206,6 @@ class ServerCheckpoint:
         kv, self._kv = self._kv, None
         if kv is not None:
             await kv.close()
-
-    def _key(self, vb_id: int) -> str:
-        return f"{KEY_PREFIX}{self.name}:{vb_id}"
 
     async def _open(self) -> KvClient:
         if self._kv is None:

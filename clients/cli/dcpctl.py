@@ -99,6 +99,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     ),
     "cluster": ("cluster.cluster_commands:cluster", "Create and operate a cluster of nodes."),
     "stream": ("changes.stream_commands:stream", "List, slow, stop and end streams of consumers."),
+    "consumer": (
+        "changes.consumer_commands:consumer",
+        "List and forget consumers; keep deletions for them.",
+    ),
     "fault": ("partitions.fault_commands:fault", "Make requests fail, wait or disconnect."),
     "conformance": (
         "node.conformance_commands:conformance",

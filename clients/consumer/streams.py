@@ -563,7 +563,7 @@ class StreamRequests:
             asked, is_exact=is_exact, to_beginning=self._to_beginning, vb_id=stream.vb_id
         )
         if stream.seqno < before.seqno:
-            reason = why or rollback_reason(before, asked.seqno, stream.seqno)
+            reason = why or rollback_reason(before, asked.seqno, stream.seqno, asked.versions)
             text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
             if not asked.seqno and are_forgotten(before.versions, asked.versions):

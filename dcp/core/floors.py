@@ -22,6 +22,9 @@ from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
 from dcp.stream.pins import Allowed, allowed, is_merged
 from vbucket.engine.engine import Engine
+from vbucket.engine.keeps import purge_max
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import Floors
 from vbucket.upkeep.retention import FloorStep
 
@@ -37,19 +40,24 @@ class _Raised(NamedTuple):
 class FloorCycle:
     """See the module."""
 
-    def __init__(self, engine: Engine, hub: StreamHub) -> None:
+    def __init__(self, engine: Engine, store: StoreView, hub: StreamHub) -> None:
         self._engine = engine
+        self.store = store
         self._hub = hub
         self._raised: dict[int, _Raised] = {}
         """By partition: floors to which the store is not compacted yet."""
         self.held: dict[int, FloorStep] = {}
         """Steps that streams or views allow only in part; they are retried."""
 
-    def raise_(self, step: FloorStep, *, is_repeated: bool = False) -> tuple[ActiveStream, ...]:
+    def raise_(
+        self, step: FloorStep, now_ns: int, *, is_repeated: bool = False
+    ) -> tuple[ActiveStream, ...]:
         """Raise a floor as far as allowed; return the streams that hold it back.
 
-        A step that does not fit the store any more is dropped; it is planned again. With
-        `is_repeated`, a step that can still not rise does not ask for another compaction.
+        A purge does not pass what the partition keeps for consumers by now (`now_ns`, Unix time):
+        the step was planned with what it kept then. A step that does not fit the store any more is
+        dropped; it is planned again. With `is_repeated`, a step that can still not rise does not
+        ask for another compaction.
         """
         self.held.pop(step.vb_id, None)
         keyspace, part = self._engine.keyspace, self._engine.partitions[step.vb_id]
@@ -57,6 +65,13 @@ class FloorCycle:
         if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
             return ()
         before = part.history_floor, part.purge_seqno
+        if step.purge > part.purge_seqno:
+            try:
+                kept = purge_max(self._engine, self.store, part, now_ns)
+            except StoreDamagedError:
+                return ()  # nobody knows what it keeps
+            if kept is not None and kept < step.purge:
+                step = step._replace(purge=max(kept, part.purge_seqno))
         may: Allowed = allowed(part, step.floor, step.purge, self._hub.reading(step.vb_id))
         floors = Floors(*keyspace.raise_floor(step.vb_id, may.floor, may.purge))
         if floors != before or not is_repeated:

@@ -54,6 +54,7 @@ from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.collection_changes import Collections
+from dcp.server.operate.consumer_desk import ConsumerDesk
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.live_parts import LiveParts
 from dcp.server.operate.operations import Operations
@@ -376,7 +377,7 @@ class Node:
         )  # fmt: skip
         merging.on_trouble = self._backpressure.reword
         self._compaction = Compaction(
-            engine, FloorCycle(engine, self._hub), self._hub, commits, merging,
+            engine, FloorCycle(engine, storage.store, self._hub), self._hub, commits, merging,
             self._store_queue, health, self.meter, log, settings,
             kick=self._kick, refresh_store=storage.store.refresh,
         )  # fmt: skip
@@ -478,6 +479,9 @@ class Node:
             collections=Collections(
                 engine, self._commits.until_synced, log.info,
                 share=None if replicated is None else replicated.change_manifest,
+            ),
+            consumers=ConsumerDesk(
+                engine, self.views, self._compaction.kept, self._commits, log
             ),
             backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),

@@ -25,6 +25,7 @@ _OF_A_PARTITION: Final = frozenset(
     Opcode.OBSERVE_SEQNO,
     Opcode.SEQNO_PERSISTENCE,
     Opcode.COMPACT_DB,
+    Opcode.X_GROUP_BEAT,
     Opcode.DCP_STREAM_REQ,
     Opcode.DCP_CLOSE_STREAM,
     Opcode.DCP_GET_FAILOVER_LOG,

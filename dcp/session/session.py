@@ -31,6 +31,7 @@ from dcp.session.access.rights import NEEDS, Role
 from dcp.session.answers.long_steps import REMOVED, end_long, go_on
 from dcp.session.collections import CollectionCommands
 from dcp.session.fault_gate import FaultGate
+from dcp.session.group_command import GroupCommand
 from dcp.session.kv.counted_handlers import CountedHandlers
 from dcp.session.kv.documents import DocumentCommands
 from dcp.session.kv.documents import Handler as DocumentHandler
@@ -135,6 +136,7 @@ class Session:
             | DocumentReadCommands(state, self._documents).handlers()
             | ScanCommands(state).handlers()
             | UpkeepCommands(state).handlers()
+            | GroupCommand(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )

@@ -32,7 +32,8 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
-from failover.rules.rollback import Decision, Question, decide
+from failover.rules.rollback import Decision, Question, RollbackKind, decide
+from vbucket.engine.keeps import lost_text
 from vbucket.engine.leadership import is_complete_copy
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.datatype import JSON, SNAPPY
@@ -312,9 +313,12 @@ class DcpCommands:
             if not part.may_send_back:
                 raise RefusedError(Status.ETMPFAIL, _behind_text(part))
             state.observes_history(part.vb_id)
+            reason = decision.reason
+            if decision.kind is RollbackKind.PURGED:
+                reason += lost_text(state.engine, part, asked.start_seqno)
             state.note(
                 "rollback", name=producer.name.decode("utf-8", "replace"), vb_id=part.vb_id,
-                to_seqno=decision.rollback_seqno, kind=str(decision.kind), reason=decision.reason,
+                to_seqno=decision.rollback_seqno, kind=str(decision.kind), reason=reason,
             )  # fmt: skip
             value = U64.pack(decision.rollback_seqno)
             if producer.terms.has_version_lists and told.wants_version_log:

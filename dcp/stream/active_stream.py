@@ -17,6 +17,7 @@ from dcp.stream.rate import RateLimit
 from dcp.stream.takeover import Takeover
 from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
 from vbucket.engine.partition import Partition
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.store import Accepts
 
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
@@ -155,12 +156,19 @@ class ActiveStream:
 
     @property
     def floor_max(self) -> int:
-        """The highest history floor that the snapshot under way allows."""
+        """The highest history floor that it allows: it matters to a snapshot under way only."""
+        if self.snap_end_seqno is None:
+            return SEQNO_MAX
         return min(self.next_seqno, self.limit_seqno) if self.is_history else self.limit_seqno
 
     @property
     def purge_max(self) -> int:
-        """The highest purge seqno that it allows. A client that began empty needs no deletions."""
+        """The highest purge seqno that it allows: a client that is connected gets the deletions
+        first. One that began empty needs none.
+        """
+        if self.snap_end_seqno is None:
+            has_nothing = self.next_seqno == 1
+            return SEQNO_MAX if has_nothing or self.ignores_purges else self.next_seqno - 1
         if self.is_history or (self.held_seqno and not self.ignores_purges):
             return min(self.next_seqno, self.limit_seqno) - 1
         return self.limit_seqno - 1

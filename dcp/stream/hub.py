@@ -33,7 +33,7 @@ class Follower(Protocol):
         """Another connection took this one's name: this one closes."""
 
     def reading(self, vb_id: int) -> Iterable[ActiveStream]:
-        """Return the streams of this partition that are in the middle of a snapshot."""
+        """Return the streams of this partition."""
 
     def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream and tell the client why."""
@@ -60,6 +60,9 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
+        self.group_leases: dict[tuple[bytes, int, int], dict[str, int]] = {}
+        """Group's key, and version and leader epoch of its partition -> member -> when its lease
+        ends, ns. A new master grants new ones."""
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""
 
@@ -97,7 +100,7 @@ class StreamHub:
         self._followers.get(vb_id, {}).pop(follower, None)
 
     def reading(self, vb_id: int) -> Iterator[ActiveStream]:
-        """Return the streams of a partition that are in the middle of a snapshot."""
+        """Return the streams of a partition."""
         for follower in self._followers.get(vb_id, ()):
             yield from follower.reading(vb_id)
 

@@ -1,9 +1,9 @@
 """How far a history floor may rise without taking anything from the streams under way. Pure.
 
-A stream in the middle of a snapshot reads versions as of its end. Between snapshots it needs
-nothing. So serving a stream records nothing here. Whoever wants to raise a partition's floor asks
-the partition's followers, and raises it in memory in the same step. Later snapshots begin under the
-new floor.
+A stream in the middle of a snapshot reads versions as of its end. Between snapshots it needs the
+deletions that it has not sent, and nothing else. So serving a stream records nothing here. Whoever
+wants to raise a partition's floor asks the partition's followers, and raises it in memory in the
+same step. Later snapshots begin under the new floor.
 
 - a de-duplicated snapshot as of seqno E has all that it needs while history_floor <= E: what was
   replaced at or below the floor is not the newest as of E, so the snapshot leaves it out anyway;

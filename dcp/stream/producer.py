@@ -327,10 +327,8 @@ class Producer:
         self._limited.clear()
 
     def reading(self, vb_id: int) -> Iterator[ActiveStream]:
-        """Return the streams of a partition that are in the middle of a snapshot."""
-        for stream in self._by_vb.get(vb_id, ()):
-            if stream.snap_end_seqno is not None:
-                yield stream
+        """Return the streams of a partition."""
+        return iter(self._by_vb.get(vb_id, ()))
 
     # -- what operators do ---------------------------------------------------------------------
 

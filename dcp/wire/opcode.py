@@ -126,6 +126,7 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_GROUP_BEAT = 0xE9
     X_REPLICA_ENTRIES = 0xEA
     X_REPLICA_ACK = 0xEB
     X_REPLICA_GROUP = 0xEC
@@ -337,6 +338,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         _P, "u64 time in s, u64 seqno, u8 all, 7 bytes 0", "-",
         "purge a partition's deletions up to a time and a seqno (0: any), or all of them. The next"
         " compaction drops them. Replicas follow their master",
+    ),
+    Opcode.X_GROUP_BEAT: OpSpec(
+        _P, "-", "key _dcpd:group:NAME, value JSON",
+        "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch"
+        " and members. For the master of the key's partition",
     ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",

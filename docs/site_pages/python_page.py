@@ -14,8 +14,8 @@ SECTIONS = {
     "Key-value clients": ("dcpd", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
     "Consumers and mirrors": (
         "dcpd",
-        ("Consumer", "ConsumerOptions", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery",
-         "Position", "ConsumerMetrics", "export_prometheus"),
+        ("Consumer", "ConsumerOptions", "SyncConsumer", "Mirror", "SyncMirror", "Group",
+         "GroupMember", "Share", "Delivery", "Position", "ConsumerMetrics", "export_prometheus"),
     ),
     "Events": (
         "dcpd",

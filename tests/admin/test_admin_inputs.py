@@ -38,6 +38,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "disconnect": "false", "count": "1", "probability": "1", "seed": "1",
         "rollback_seqno": "0",
     },
+    "POST /api/v1/consumers/keep": {"name": '"c"', "for": '"7d"', "bytes": '"5GiB"'},
+    "POST /api/v1/consumers/forget": {"name": '"c"'},
     "POST /api/v1/compact": {"vbs": "[5]", "history": '"0"', "purge_age": '"0"'},
     "POST /api/v1/users": {"name": '"u"', "password": '"password"', "roles": '{"read":[{}]}'},
     "PUT /api/v1/users/u/password": {"password": '"password"'},

@@ -27,8 +27,10 @@ from clients import (
     decode_position,
     encode_position,
 )
-from clients.checkpoint.server_checkpoint import KEY_PREFIX
+from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.testing import DcpServer
+from vbucket.model.consumer_documents import CHECKPOINT_PREFIX as KEY_PREFIX
+from vbucket.model.consumer_documents import OWN_PREFIX, checkpoint_key
 
 ROOT = Path(__file__).parents[2]
 POSITION = Position(((9, 4), (7, 0)), 6, 5, 8, ((0, 0), (3, 5)))
@@ -94,7 +96,7 @@ async def test_a_consumer_goes_on_where_its_store_says(server, tmp_path, kind):
 
     memory = MemoryCheckpoint()
     # Other consumers' checkpoints are documents like any other for who does not keep his there.
-    hidden = KEY_PREFIX.encode()
+    hidden = OWN_PREFIX
     first = [key for key in await until_now(server, store()) if not key.startswith(hidden)]
     assert len(first) == 50
     assert [key for key in await until_now(server, store()) if not key.startswith(hidden)] == []
@@ -192,6 +194,21 @@ async def test_a_damaged_checkpoint_in_the_server_is_named(server):
     store = ServerCheckpoint(server.address, "damaged")
     with pytest.raises(CheckpointError, match="_dcpd:checkpoint:damaged:17"):
         await store.load()
+    await store.close()
+
+
+async def test_a_checkpoint_of_an_older_version_is_read(server):
+    """It was in one document per partition, wherever its key's hash said."""
+    older = f"{KEY_PREFIX}older:17"
+    async with KvClient.connect(server.address) as kv:
+        await kv.set(older, encode_checkpoint({17: POSITION}, "an older one"))
+        store = ServerCheckpoint(server.address, "older")
+        assert await store.load() == {17: POSITION}
+        later = POSITION._replace(seqno=8)
+        await store.save({17: later})
+        assert await store.load() == {17: later}
+        found = await kv.get(checkpoint_key("older", 17))
+        assert decode_checkpoint(found.value) == {17: later}
     await store.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clients import CheckpointFile, Rollback, SyncConsumer
+from clients import CheckpointFile, GroupMember, Rollback, ServerCheckpoint, SyncConsumer
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
 from clients.testing import (
     ClusterWaitError,
@@ -26,6 +27,8 @@ from clients.testing import (
 )
 from clients.testing import cluster as module
 from clients.testing.control import ControlServer
+from vbucket.model.consumer_documents import GROUP_PREFIX
+from vbucket.model.ids import vbucket_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-scenarios.md"
 VB = 528
@@ -259,3 +262,76 @@ def test_a_cluster_of_64_partitions(tmp_path: Path) -> None:
         with pytest.raises(ServerStartError, match=r"1024 partitions, .* the cluster have 64"):
             other.start()
         assert len(cluster.status()["nodes"]) == 2
+
+
+def test_what_is_kept_for_a_consumer_survives_failovers(cluster: DcpCluster) -> None:
+    """The masters of now, and those that take over from them, purge nothing behind it."""
+
+    def read() -> list[Rollback]:
+        with SyncConsumer(
+            cluster.address, store=ServerCheckpoint(cluster.address, "kept"), until_now=True,
+            on_rollback="restart",
+        ) as consumer:  # fmt: skip
+            found = [each for each in consumer.changes() if isinstance(each, Rollback)]
+            consumer.save()
+        return found
+
+    def purge_what_may_go() -> int:
+        """Return how far VB is purged."""
+        for node in cluster.nodes.values():
+            if node.runs:
+                node.compact(history="0s", purge_age="0s")
+        return int(
+            cluster.nodes[cluster.master_of(VB)].ask("GET", f"/api/v1/vbuckets/{VB}")["purge_seqno"]
+        )
+
+    def delete() -> None:
+        with cluster.connect() as kv:
+            kv.delete("hello")
+        write(cluster, b"1", b"2")
+
+    write(cluster, b"1")
+    read()
+    kept = subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", cluster.address, "consumer", "keep",
+         "kept", "--for", "7d", "--bytes", "5GiB"], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert kept.stderr == ""
+    before = purge_what_may_go()
+    cluster.move(VB, "n2")
+    delete()
+    assert purge_what_may_go() == before
+    cluster.kill("n2")
+    assert purge_what_may_go() == before
+    delete()
+    assert purge_what_may_go() == before
+    cluster.restart("n2")
+    cluster.move(VB, "n2")
+    assert purge_what_may_go() == before
+    assert read() == []
+    subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", cluster.address, "consumer", "forget",
+         "kept", "--yes"], capture_output=True, check=True,
+    )  # fmt: skip
+    assert purge_what_may_go() > before, "the same purge, when nothing is kept"
+
+
+async def test_a_group_goes_on_with_the_next_master(cluster: DcpCluster) -> None:
+    """Whoever has the group's document coordinates it; its epoch goes with it."""
+    vb_id = vbucket_of(GROUP_PREFIX + b"moved")
+    cluster.move(vb_id, "n2")
+    async with GroupMember(cluster.address, "moved") as first:
+        async with GroupMember(cluster.address, "moved") as second:
+            share = second.share
+            assert share is not None
+            assert (share.epoch, len(share.members)) == (2, 2)
+            await asyncio.to_thread(cluster.kill, "n2")
+            later = GroupMember(cluster.address, "moved")
+            async with later:
+                assert later.share is not None
+                assert later.share.epoch > 2
+                assert set(share.members) | {later.member} >= set(later.share.members)
+        while first.share is None or first.share.members != (first.member,):
+            await first._changed.wait()
+        assert len(first.share.vbuckets) == 1024
+    await asyncio.to_thread(cluster.restart, "n2")

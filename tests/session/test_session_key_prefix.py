@@ -109,3 +109,43 @@ def test_a_takeover_has_no_prefix(node):
     peer.control(b"x_key_prefix", b"true")
     answer = peer.stream(VB, flags=1, value=value_of(b"user:"))
     assert answer.status != Status.OK
+
+
+@pytest.mark.parametrize("has_collections", [False, True])
+def test_an_idle_stream_has_a_bookmark_before_a_purge_passes_it(node, has_collections):
+    """Its keys do not change, and yet it has a place above what is purged to go on from."""
+    write(node, b"user:1")
+    peer = connected(node, has_collections=has_collections)
+    assert peer.stream(VB, value=value_of(b"user:")).status == Status.OK
+    write(node, b"order:1", b"order:2")
+    (bookmark,) = [at for kind, at in shown(peer.drain(), has_collections) if kind == "advanced"]
+    node.merge()
+    assert node.raise_floor(VB, 3, 2).purge == 2
+    node.commit()
+    again = connected(node, has_collections=has_collections)
+    uuid = node.engine.partitions[VB].vb_uuid
+    answer = again.stream(VB, bookmark, uuid=uuid, value=value_of(b"user:"))
+    assert answer.status == Status.OK
+
+
+def test_a_client_without_bookmarks_is_not_sent_back_either(node):
+    """One that does not know SEQNO_ADVANCED follows the default collection, and nothing that it
+    could have missed there is purged.
+    """
+    manifest = node.engine.keyspace.manifest.create_collection("_default", "other", 0)
+    node.engine.keyspace.set_manifest(manifest)
+    write(node, b"a")
+    held = node.engine.partitions[VB].high_seqno
+    writer = node.connect()
+    writer.hello(Feature.COLLECTIONS)
+    for _ in range(3):
+        assert writer.set(VB, b"\x08x", b"v").status == Status.OK
+    node.commit()
+    node.merge()
+    high = node.engine.partitions[VB].high_seqno
+    assert node.raise_floor(VB, high, high - 1).purge == high - 1 > held
+    node.commit()
+    peer = node.connect()
+    peer.open(b"legacy")
+    answer = peer.stream(VB, held, uuid=node.engine.partitions[VB].vb_uuid)
+    assert answer.status == Status.OK

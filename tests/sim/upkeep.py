@@ -64,7 +64,7 @@ class Upkeep:
         self._facts = facts
         self._world = node.host.world
         self._merges = MergeCycle(node.engine)
-        self._floors = FloorCycle(node.engine, node.hub)
+        self._floors = FloorCycle(node.engine, node.store, node.hub)
         self._is_compacting_all = False
         self._compactor = Compactor(step_bytes=STEP_BYTES, slice_bytes=STEP_BYTES)
 
@@ -107,7 +107,7 @@ class Upkeep:
             self._raise_floor(vb_id)
         elif part.history_floor:
             floors = part.history_floor, part.purge_seqno
-            self._floors.raise_(FloorStep(vb_id, part.vb_uuid, *floors))
+            self._floors.raise_(FloorStep(vb_id, part.vb_uuid, *floors), self._world.now_ns)
             node.host.after(SLICE_NS, self._compact)
 
     def _raise_floor(self, vb_id: int) -> None:
@@ -120,7 +120,7 @@ class Upkeep:
         floor = high if world.chance(0.3) else low + world.below(high - low + 1)
         purge = world.below(floor) if world.chance(0.5) else 0
         before = part.history_floor, part.purge_seqno
-        self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))
+        self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge), world.now_ns)
         if (part.history_floor, part.purge_seqno) == before:
             return
         if part.purge_seqno > before[1]:

@@ -181,6 +181,24 @@ def test_a_purge_on_command_waits_for_a_read_view(node: MemoryNode, writer: Peer
     assert compact(node, 4, 3) == (4, 3)
 
 
+def test_a_purge_waits_for_a_client_that_is_connected_and_behind(
+    node: MemoryNode, writer: Peer
+) -> None:
+    """Between snapshots, too: after the purge it would be sent back to 0."""
+    set_all(node, writer, "abcd")
+    peer = connect(node)
+    peer.stream(VB, 2, uuid=node.engine.partitions[VB].vb_uuid)
+    assert compact(node, 4, 3) == (4, 2)
+    assert shape(peer.drain()) == [(2, 4), "3:c", "4:d"]
+    assert compact(node, 4, 3) == (4, 3)
+
+
+def test_one_that_holds_nothing_needs_no_deletions(node: MemoryNode, writer: Peer) -> None:
+    set_all(node, writer, "abcd")
+    connect(node).stream(VB)
+    assert compact(node, 4, 3) == (4, 3)
+
+
 # -- streams that stand still ---------------------------------------------------------------------
 
 
@@ -190,6 +208,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def time_ns(self) -> int:
+        return int(self.now_s * 1e9)
 
 
 def test_end_4_too_slow_for_who_stands_while_compaction_waits(

@@ -146,7 +146,7 @@ class MemoryNode:
         self.scans = RangeScans(self.views, lambda: self._random.randbytes(16))
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self.merges = MergeCycle(self.engine, kept_segments(self.store.quarantine()))
-        self.floors = FloorCycle(self.engine, self.hub)
+        self.floors = FloorCycle(self.engine, self.store, self.hub)
         self.engine.begin_batch(self.now_ns)
 
     def draw_uuid(self) -> int:
@@ -244,7 +244,7 @@ class MemoryNode:
         return where it is now.
         """
         part = self.engine.partitions[vb_id]
-        self.floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))
+        self.floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge), self.now_ns)
         return Floors(part.history_floor, part.purge_seqno)
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:

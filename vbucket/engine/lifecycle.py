@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Final
 
 from vbucket.engine.engine import Engine
+from vbucket.engine.keeps import held_by
 from vbucket.engine.partition import Branch, BranchRefusedError, Partition, VbState
 
 
@@ -106,8 +107,8 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
     """Purge deletions up to a seqno (None: as far as allowed); return the purge seqno.
 
     The purge seqno never falls. The partition cannot branch at or below it any more. Raises
-    PurgeRefusedError at the committed seqno and above, and where a read view is open;
-    HasCopiesError on a replica.
+    PurgeRefusedError at the committed seqno and above, where a read view is open, and above the
+    position of a consumer that deletions are kept for; HasCopiesError on a replica.
     """
     part = engine.partitions[vb_id]
     if part.state != VbState.ACTIVE:
@@ -127,6 +128,11 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
             f"change is never purged; it cannot be purged up to {upto_seqno} yet; try again"
         )
     if upto_seqno > part.purge_seqno:
+        if name := held_by(engine, part, upto_seqno):
+            raise PurgeRefusedError(
+                f"partition {vb_id}: consumer {name!r} has not seen the deletions up to seqno "
+                f"{upto_seqno}, which are kept for it; dcpctl consumer forget ends that"
+            )
         if part.pins and upto_seqno >= part.pins[0]:
             raise PurgeRefusedError(
                 f"partition {vb_id}: a scan or dump reads it as of seqno {part.pins[0]}; it cannot "

@@ -24,7 +24,7 @@ Who calls it: the store process; the node applies the steps as far as running st
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -173,10 +173,13 @@ class Planner:
         now_ns: int,
         *,
         use: DiskUse | None = None,
+        purge_max: Mapping[int, int] | None = None,
         is_forced: bool = False,
         is_over: Callable[[], bool] = lambda: False,
     ) -> PlanReport:
         """Return the steps that are worth doing, or all that free anything, if forced.
+
+        `purge_max`: how far partitions may be purged that keep deletions for consumers.
 
         Without `use`, `history_bytes` alone limits the history. Ends early when `is_over` returns
         True. A plan may take several calls; calls with the same `now_ns` belong together.
@@ -197,7 +200,7 @@ class Planner:
                 if record is not None and record.last_seqno:
                     look = _PartitionPlan(
                         view, vb_id, record, windows, self._budget, manifest_uid,
-                        self._worth_versions_min,
+                        self._worth_versions_min, (purge_max or {}).get(vb_id),
                     )  # fmt: skip
                     steps += self._steps(look, is_forced=is_forced)
             except StoreDamagedError as error:
@@ -241,6 +244,7 @@ class _PartitionPlan:
         budget: _Budget,
         manifest_uid: int,
         worth_versions_min: int,
+        purge_max: int | None,
     ) -> None:
         self.vb_id = vb_id
         self.record = record
@@ -251,6 +255,7 @@ class _PartitionPlan:
         self._view = view
         self._budget = budget
         self._manifest_uid = manifest_uid
+        self._purge_max = purge_max
         self._done_floor, self._done_purge, self._done_uid = record.compacted or (0, 0, 0)
 
     @property
@@ -330,13 +335,13 @@ class _PartitionPlan:
         worth = 1 if is_forced else self.worth
         if record.keys - record.item_count < worth and not is_forced:
             return 0
-        limit = last_seqno
+        limit = last_seqno if self._purge_max is None else min(last_seqno, self._purge_max)
         if self.windows.purge_age_ns:
             before_ns = self.now_ns - self.windows.purge_age_ns
             made = seqno_at(
                 view, self.vb_id, record.last_seqno, before_ns, mended=record.mended
             )  # fmt: skip
-            limit = min(last_seqno, made)
+            limit = min(limit, made)
         if limit <= self._done_purge + (0 if is_forced else worth):
             return 0
         seqnos = [

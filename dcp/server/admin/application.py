@@ -33,6 +33,7 @@ from dcp.server.admin.routes import (
     backup_routes,
     console_files,
     console_routes,
+    consumer_routes,
     document_routes,
     server_routes,
 )
@@ -73,6 +74,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *storage.routes(parts.operations),
         *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
+        *consumer_routes.routes(parts.consumers),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
         *server_routes.routes(parts.live, parts.log),

@@ -56,6 +56,29 @@ class NoMembers(Struct, forbid_unknown_fields=True):
     """An empty object."""
 
 
+class KeepRequest(Struct, forbid_unknown_fields=True):
+    """For whom to keep deletions, and the limits of that."""
+
+    name: Annotated[str, Meta(description="The name of its checkpoint in the server.")]
+    for_: Annotated[
+        str,
+        Meta(description='Until the oldest change that it has not seen is so old, such as "7d".'),
+    ] = field(name="for")
+    bytes: Annotated[
+        str | int,
+        Meta(
+            description='Until the changes that it has not seen take so much, such as "5GiB", in'
+            " all partitions together; each has an equal share."
+        ),
+    ]
+
+
+class ForgetRequest(Struct, forbid_unknown_fields=True):
+    """Whom to forget."""
+
+    name: Annotated[str, Meta(description="The name of its checkpoint in the server.")]
+
+
 # -- partitions ------------------------------------------------------------------------------------
 
 

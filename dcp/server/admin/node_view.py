@@ -15,6 +15,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief
+from dcp.server.operate.consumer_desk import ConsumerDesk
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
@@ -84,6 +85,7 @@ class AdminParts:
     dumps: Dumps
     collections: CollectionsView
     backups: Backups
+    consumers: ConsumerDesk
     status: Callable[[], StatusReport]
     console: ConsoleParts
     metrics: Callable[..., bytes]

@@ -134,6 +134,8 @@ class Meter:
         """Connections to the admin interface that the server closed, by reason."""
         self.rollbacks: Counter[str] = Counter()
         """By kind of the reason (failover.rules.rollback)."""
+        self.keeps: dict[str, Counter[str]] = {}
+        """By consumer that deletions are kept for: partitions of this node by state."""
         self.session_failures = 0
         """Connections that ended because of a bug."""
         self.housekeeping_failures: Counter[str] = Counter()

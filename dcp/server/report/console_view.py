@@ -209,6 +209,14 @@ class ConsumerList(msgspec.Struct):
     not_listed: Annotated[Count, Meta(description="Consumers beyond those that are kept.")]
 
 
+_KEEP_WARNINGS: Final = {
+    "ending": "a limit of the deletions that are kept for it is nearly reached",
+    "ended": "a limit of the deletions that are kept for it is passed",
+    "lost": "deletions that it has not seen are purged, and it begins again at 0,",
+}
+"""Of the states of `vbucket.engine.keeps`."""
+
+
 class ConsoleView:
     """See the module."""
 
@@ -305,6 +313,12 @@ class ConsoleView:
             warnings.append(f"merges are put off: {sources.merging.trouble}")
         if sources.faults.rules:
             warnings.append(f"{len(sources.faults.rules)} fault rules are active")
+        for name, counts in sources.meter.keeps.items():
+            warnings += [
+                f"consumer {name}: {text} in {counts[state]} partitions"
+                for state, text in _KEEP_WARNINGS.items()
+                if counts[state]
+            ]
         return Head(
             self._boot, number, round(time.time(), 1), health.is_ready, why_not, warnings,
             about.version, about.durability, about.uptime_s, sources.engine.num_vbuckets,

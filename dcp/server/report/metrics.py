@@ -431,6 +431,17 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         lambda of: _counted(of.meter.rollbacks),
     ),
     MetricSpec(
+        "dcpd_consumer_keep_vbuckets", "gauge", "", ("consumer", "state"),
+        "Partitions of this node that keep deletions for a consumer, by state: kept, ending, ended,"
+        " lost.",
+        "ending: start the consumer, or keep more; lost: it will begin again at 0",
+        lambda of: [
+            ((name, state), count)
+            for name, counts in of.meter.keeps.items()
+            for state, count in counts.items()
+        ],
+    ),
+    MetricSpec(
         "dcpd_failovers_total", "counter", "", (),
         "Simulated failovers.", "above 0 in production", one(lambda of: of.meter.failovers),
     ),

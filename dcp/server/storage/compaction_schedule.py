@@ -29,6 +29,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Health
+from dcp.server.storage.kept_consumers import KeptConsumers
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import FAILURES, Ask, StoreQueue
@@ -107,6 +108,7 @@ class Compaction:
         self.windows = windows_of(
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
         )
+        self.kept = KeptConsumers(engine, floors.store, meter, log)
         self._turn = asyncio.Lock()
         self._standing: dict[ActiveStream, tuple[int, float]] = {}
         """Streams that hold a step back -> their position, and since when they are there."""
@@ -187,7 +189,7 @@ class Compaction:
             plan = partial(
                 StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
                 inflow_bytes=MERGES_BETWEEN * self._engine.keyspace.memtable_bytes_max,
-                is_forced=is_forced,
+                purge_max=await self.kept.look(todo, now_ns), is_forced=is_forced,
             )  # fmt: skip
             report = await self._asked(Work.PLAN, plan)
             steps += report.steps
@@ -198,13 +200,13 @@ class Compaction:
 
     async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
         """Raise floors as far as allowed; note what to compact, and what must wait."""
-        now_s = time.monotonic()
+        now_s, now_ns = time.monotonic(), time.time_ns()
         for first in range(0, len(steps), RAISED_AT_ONCE):
             for planned in steps[first : first + RAISED_AT_ONCE]:
                 step = self._as_master_says(planned)
                 if step is None:
                     continue
-                for stream in self._floors.raise_(step, is_repeated=is_repeated):
+                for stream in self._floors.raise_(step, now_ns, is_repeated=is_repeated):
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
             if self._engine.keyspace.has_pending:

@@ -191,14 +191,21 @@ class StoreProcess:
         await self._request({"op": "failover", "logs": logs})
 
     async def plan(
-        self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
+        self,
+        vb_ids: list[int],
+        windows: Windows,
+        now_ns: int,
+        inflow_bytes: int,
+        purge_max: dict[int, int],
+        is_forced: bool,
     ) -> PlanReport:
         """Find floors worth raising, for a limited time; `planned` is how many partitions it got
-        through. `inflow_bytes`: what merges may add until the next plan.
+        through. `inflow_bytes`: what merges may add until the next plan. `purge_max`: how far
+        partitions may be purged that keep deletions for consumers.
         """
         request = {
             "op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns,
-            "inflow": inflow_bytes, "forced": is_forced,
+            "inflow": inflow_bytes, "purge_max": purge_max, "forced": is_forced,
         }  # fmt: skip
         report = PlanReport(*await self._request(request))
         return report._replace(steps=[FloorStep(*step) for step in report.steps])
@@ -413,6 +420,7 @@ class StoreWork:
                 Windows(*request["windows"]),
                 request["now_ns"],
                 use=DiskUse(blocks_bytes, other_bytes, request["inflow"], FREE_PAGES_BYTES),
+                purge_max=request["purge_max"],
                 is_forced=request["forced"],
                 is_over=lambda: time.monotonic() >= end_s,
             )

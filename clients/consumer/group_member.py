@@ -1,0 +1,196 @@
+"""A member of a living group: members join and leave by themselves, and share the partitions.
+
+    async with GroupMember("127.0.0.1:11210", "billing") as member:
+        async for share, delivery in member.deliveries(begin):
+            ...
+
+The server has the group's members and its epoch. A member beats; one that dies is taken out when
+its lease ends, and the others take its partitions over. With each change of the members an epoch
+begins, and every member begins again with its share of the partitions.
+
+A member that stands still may not know yet that its epoch is gone. So `begin(share)` fences: it
+marks the share's partitions with the epoch where the effects are stored, in the transaction that
+reads their positions, and a later transaction of an older epoch must not go through
+(docs/consumers.md#groups-that-live).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from clients.address import ServerAddress
+from clients.consumer.batch_reader import Delivery
+from clients.consumer.consumer import Consumer
+from clients.consumer.options import ConsumerOptions, options_of
+from clients.errors import DcpdError, EpochGoneError
+from clients.kv.client import KvClient
+from clients.operation import Document
+from clients.position import Position
+from dcp.wire.opcode import Opcode
+from vbucket.model.consumer_documents import GROUP_PREFIX
+from vbucket.model.ids import NUM_VBUCKETS
+
+LEASE_S: Final = 1.2
+"""A member that dies is out after this, and the others know one beat later: 1.5 s together."""
+BEATS_PER_LEASE: Final = 4
+_log: Final = logging.getLogger("dcpd.consumer")
+
+
+class Share(NamedTuple):
+    """A member's part of the partitions, from one change of the group to the next."""
+
+    epoch: int
+    """It rises with each change of the members."""
+    vbuckets: tuple[int, ...]
+    members: tuple[str, ...]
+    """Their names, in the order in which they joined."""
+
+
+Begin = Callable[[Share], Awaitable[Mapping[int, Position]] | Mapping[int, Position]]
+
+
+class GroupMember:
+    """See the module. `name` is the group's; `options` are those of the member's consumers."""
+
+    def __init__(
+        self,
+        server: str | ServerAddress,
+        name: str,
+        options: ConsumerOptions | None = None,
+        *,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._server = server
+        self._key = GROUP_PREFIX + name.encode()
+        self._options = options
+        self._lease_s = lease_s
+        self.member = secrets.token_hex(8)
+        """Its own name in the group."""
+        self.share: Share | None = None
+        """None: it does not know, because the server has not answered for a lease."""
+        self._changed = asyncio.Event()
+        """Replaced with each change of the share."""
+        self._kv: KvClient | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> GroupMember:
+        """Join. Raises DcpdError."""
+        self._kv = await KvClient.open(self._server)
+        try:
+            await self._beat()
+        except DcpdError:
+            await self._kv.close()
+            raise
+        self._beating = asyncio.get_running_loop().create_task(self._beat_always())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave, so that the others take over at once."""
+        assert self._kv is not None
+        assert self._beating is not None
+        self._beating.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._beating
+        try:
+            await self._beat(leaves=True)
+        except DcpdError as failure:
+            _log.warning("the group was not told that a member leaves: %s", failure)
+        await self._kv.close()
+
+    async def deliveries(self, begin: Begin) -> AsyncIterator[tuple[Share, Delivery]]:
+        """Yield batches with the positions to store together with their effects, and the share that
+        they are of.
+
+        `begin(share)`, plain or async, is called first with each share: it fences older epochs,
+        and returns the stored positions. If a later epoch has fenced this one, it raises
+        EpochGoneError, and the next share is waited for.
+        """
+        while True:
+            share, changed = self.share, self._changed
+            if share is None or not share.vbuckets:
+                await changed.wait()
+                continue
+            try:
+                found = begin(share)
+                start = await found if inspect.isawaitable(found) else found
+            except EpochGoneError:
+                await changed.wait()
+                continue
+            options = options_of(self._options, {"vbuckets": share.vbuckets, "start": start})
+            async with Consumer(self._server, options) as consumer:
+                async for delivery in _until(changed, consumer.deliveries()):
+                    yield share, delivery
+            if not changed.is_set():
+                return  # with until_now
+
+    async def _beat_always(self) -> None:
+        heard_s = time.monotonic()
+        while True:
+            await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            try:
+                await self._beat()
+                heard_s = time.monotonic()
+            except DcpdError as error:
+                if time.monotonic() - heard_s > self._lease_s and self.share is not None:
+                    _log.warning("the group's server does not answer: %s", error)
+                    self._take(None)
+
+    async def _beat(self, *, leaves: bool = False) -> None:
+        assert self._kv is not None
+        value = {"member": self.member, "lease_ms": int(self._lease_s * 1000), "leaves": leaves}
+        operation = (Opcode.X_GROUP_BEAT, self._key, b"", json.dumps(value).encode(), 0)
+        (found,) = await self._kv.execute([operation], timeout_s=self._lease_s)
+        if isinstance(found, DcpdError):
+            raise found
+        assert isinstance(found, Document)
+        group = json.loads(found.value)
+        members = tuple(group["members"])
+        mine: tuple[int, ...] = ()
+        if self.member in members:
+            mine = tuple(range(members.index(self.member), NUM_VBUCKETS, len(members)))
+        self._take(Share(group["epoch"], mine, members))
+
+    def _take(self, share: Share | None) -> None:
+        if share != self.share:
+            self.share = share
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+async def _until(
+    changed: asyncio.Event, source: AsyncIterator[Delivery]
+) -> AsyncIterator[Delivery]:
+    """Yield what comes until the event is set."""
+    ends = asyncio.ensure_future(changed.wait())
+    coming: asyncio.Future[Delivery] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(source))
+            await asyncio.wait({coming, ends}, return_when=asyncio.FIRST_COMPLETED)
+            if ends.done():
+                return
+            try:
+                delivery = coming.result()
+            except StopAsyncIteration:
+                return
+            yield delivery
+    finally:
+        ends.cancel()
+        if coming is not None and not coming.done():
+            coming.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration):
+                await coming

@@ -1,0 +1,152 @@
+"""Groups that live: members join, leave and are killed; each change has its effect once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from clients import CheckpointError, GroupMember, KvClient, Position, ServerCheckpoint
+from clients.testing import DcpServer
+
+SINK = """
+CREATE TABLE positions (vb INTEGER PRIMARY KEY, epoch INTEGER, position BLOB);
+CREATE TABLE effects (key TEXT PRIMARY KEY, times INTEGER);
+CREATE TABLE begun (member TEXT, epoch INTEGER);
+"""
+MEMBER = '''
+import asyncio, sqlite3, sys
+from clients import EpochGoneError, GroupMember, Mutation, decode_position, encode_position
+
+def begin(share):
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        fence(share.epoch, share.vbuckets)
+        db.execute("INSERT INTO begun VALUES (?, ?)", (member.member, share.epoch))
+        rows = db.execute(
+            "SELECT vb, position FROM positions WHERE position IS NOT NULL").fetchall()
+    return {vb: decode_position(raw) for vb, raw in rows if vb in set(share.vbuckets)}
+
+def fence(epoch, vbuckets):
+    """Raise the epoch of partitions. Refuse if a later one has any of them."""
+    for vb in vbuckets:
+        done = db.execute(
+            "INSERT INTO positions VALUES (?, ?, NULL) ON CONFLICT (vb) DO UPDATE"
+            " SET epoch = excluded.epoch WHERE epoch <= excluded.epoch", (vb, epoch))
+        if not done.rowcount:
+            raise EpochGoneError(f"epoch {epoch} is gone: partition {vb} has a later one")
+
+async def main():
+    async for share, (events, positions) in member.deliveries(begin):
+        try:
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                fence(share.epoch, positions)
+                for event in events:
+                    if isinstance(event, Mutation) and event.key.startswith(b"k"):
+                        db.execute("INSERT INTO effects VALUES (?, 1) ON CONFLICT (key)"
+                                   " DO UPDATE SET times = times + 1", (event.key.decode(),))
+                db.executemany("UPDATE positions SET position = ? WHERE vb = ?",
+                               [(encode_position(p), vb) for vb, p in positions.items()])
+        except EpochGoneError:
+            continue  # the next share comes
+
+async def run():
+    global member
+    async with GroupMember(sys.argv[1], "sinks") as member:
+        await main()
+
+db = sqlite3.connect(sys.argv[2], timeout=30, isolation_level=None)
+asyncio.run(run())
+'''
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[DcpServer]:
+    with DcpServer() as server:
+        yield server
+
+
+async def until(member: GroupMember, members: int) -> None:
+    while member.share is None or len(member.share.members) != members:
+        await member._changed.wait()
+
+
+async def test_members_share_the_partitions_and_take_over(server: DcpServer) -> None:
+    async with GroupMember(server.address, "three") as first:
+        assert first.share is not None
+        assert len(first.share.vbuckets) == 1024
+        async with GroupMember(server.address, "three") as second:
+            await until(first, 2)
+            assert second.share is not None
+            shares = [set(first.share.vbuckets), set(second.share.vbuckets)]
+            assert shares[0] | shares[1] == set(range(1024))
+            assert not shares[0] & shares[1]
+            epoch = first.share.epoch
+            assert second._beating is not None
+            second._beating.cancel()  # as if it stood still
+            await until(first, 1)
+            assert first.share.epoch > epoch
+            assert len(first.share.vbuckets) == 1024
+            second._beating = asyncio.get_running_loop().create_task(second._beat_always())
+
+
+async def test_positions_in_the_server_are_claimed(server: DcpServer) -> None:
+    """A member whose partitions another one has claimed saves none of them any more."""
+    position = Position(((9, 0),), 6, 6, 6, ((0, 6),))
+    older, newer = (ServerCheckpoint(server.address, "claimed") for _ in range(2))
+    await older.load()
+    await older.save_changes({5: position, 6: position})
+    assert await newer.claim_positions([5]) == {5: position, 6: position}
+    with pytest.raises(CheckpointError, match="another consumer has saved partition 5"):
+        await older.save_changes({5: position._replace(seqno=6, snap_end=7)})
+    await older.save_changes({6: position})
+    await older.close()
+    await newer.close()
+
+
+def test_each_effect_comes_once_while_members_are_killed(server: DcpServer, tmp_path: Path) -> None:
+    path = tmp_path / "sink.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(SINK)
+    members: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        members.append(subprocess.Popen([sys.executable, "-c", MEMBER, server.address, str(path)]))
+
+    async def write(first: int) -> None:
+        async with KvClient.connect(server.address) as kv:
+            await kv.set_many({f"k{number}": b"1" for number in range(first, first + 500)})
+
+    def rows(query: str) -> list[tuple[int, ...]]:
+        with closing(sqlite3.connect(path, timeout=30)) as db:
+            return db.execute(query).fetchall()
+
+    def until_seen(count: int) -> None:
+        while rows("SELECT count(*) FROM effects")[0][0] < count:
+            assert any(member.poll() is None for member in members)
+
+    try:
+        for _ in range(3):
+            start()
+        for round_ in range(4):
+            asyncio.run(write(500 * round_))
+            until_seen(500 * round_ + 100)
+            members[round_].send_signal(signal.SIGKILL)
+            start()
+        until_seen(2000)
+        assert rows("SELECT times, count(*) FROM effects GROUP BY times") == [(1, 2000)]
+        assert len(rows("SELECT DISTINCT member FROM begun")) >= 4, "others took over"
+        assert rows("SELECT max(epoch) FROM begun")[0][0] >= 7
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
