@@ -344,9 +344,8 @@ class Session:
         return body_end, 0
 
     def _refuse_body(self, buffer: bytes, position: int, end: int, body_end: int) -> int:
-        """Refuse a request whose body is too long, and skip the body.
-
-        Return 0, or how many bytes are missing to know its key, if a SET removes the document.
+        """Refuse a request whose body is too long, and skip the body. Return 0, or how many bytes
+        are missing to know its key, if a SET removes the document.
         """
         state = self.state
         magic, opcode, key_len, extras_len, _, vb_id, body_len, opaque, cas = _unpack_header(

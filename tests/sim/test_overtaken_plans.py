@@ -131,7 +131,7 @@ def test_a_compaction_that_does_not_hear_of_a_rollback_is_found(
     monkeypatch.setattr(PartitionCompaction, "is_of", lambda one, other: one.vb_id == other.vb_id)
     if not hears:
         monkeypatch.setattr(Compactor, "begin_again", lambda _self, _vb_id: None)
-    node = Overtaken(seed=2)  # in it the rollback cuts into the block that was looked at
+    node = Overtaken(seed=4)  # in it the rollback cuts into the block that was looked at
     node.raise_floor(purges=False)
     node.cut_off()
     node.merge()

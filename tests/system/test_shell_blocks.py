@@ -35,6 +35,8 @@ NOT_PASTED = {
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
     ("docs/conformance.md", "dcpctl conformance server 10.0.0.5"): NETWORK,
+    ("docs/consumers-compared.md", "scripts/go-consumers"): NETWORK,
+    ("docs/consumers-compared.md", "mvn compile"): NETWORK,
     ("docs/consumers-compared.md", "javac"): "tests/foreign/test_java_clients.py",
     ("docs/howto/start-a-server.md", "scripts/install"): README,
     ("docs/howto/monitor.md", "pip install"): NETWORK,
@@ -49,6 +51,13 @@ NOT_PASTED = {
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     ("docs/simulator.md", "python -m tests.sim --nodes 3 --seed 7"): LONG,
     ("docs/simulator.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
+    ("docs/runbook.md", "dcpctl cluster remove n3"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl cluster remove n2"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl cluster drain n2"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl cluster status"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl explain partition"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl cluster failover n2"): "tests/cluster_processes/test_runbook.py",
+    ("docs/runbook.md", "dcpctl cluster set --copies"): "tests/cluster_processes/test_runbook.py",
     (
         "docs/security.md",
         "dcpd --host 10.0.0.1",
@@ -69,6 +78,7 @@ NOT_PASTED = {
 """(page, beginning of the block) -> the test that runs it, or why none does."""
 
 BEFORE = {
+    "docs/consumers.md": ("dcpd --data demo &",),
     "docs/http-api.md": ("dcpd --data demo &",),
     "docs/metrics.md": ("dcpd --data demo &",),
     "docs/operations.md": ("dcpd &", "dcpctl set hello world; kill $!; wait $!"),

@@ -145,7 +145,6 @@ class Engine:
 
     def refuse_writes(self, why: str, hold: Hold = Hold.LOG_FULL) -> None:
         """Refuse all changes of documents with a temporary failure; `why` "" accepts them again.
-
         Pending changes stay pending, and reads go on.
         """
         if hold is Hold.STORE_BEHIND:
@@ -155,9 +154,8 @@ class Engine:
         self.write_refusal = next(filter(None, self._refusals.values()), "")
 
     def let_writers_wait(self) -> None:
-        """Make sessions wait with commands that write, instead of refusing them.
-
-        `refuse_writes` with Hold.STORE_BEHIND ends the wait, with a reason or with "".
+        """Make sessions wait with commands that write, instead of refusing them. `refuse_writes`
+        with Hold.STORE_BEHIND ends the wait, with a reason or with "".
         """
         self.writers_wait = True
         self._hold_all(Hold.STORE_BEHIND, "writers wait until the store has caught up")
@@ -188,9 +186,8 @@ class Engine:
         datatype: int,
         cas: int,
     ) -> Outcome:
-        """Store a document. `body` is key and value, `expiry` absolute seconds (0 never).
-
-        A `cas` other than 0 must be the document's own.
+        """Store a document. `body` is key and value, `expiry` absolute seconds (0 never). A `cas`
+        other than 0 must be the document's own.
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
@@ -498,7 +495,6 @@ class Engine:
         self, part: Partition, key: bytes, known: StoredMeta, xattrs: bytes | None = None
     ) -> Outcome:
         """Leave a deletion of a key; `known` is its newest version, perhaps none or a deletion.
-
         `xattrs` is the section that the deletion keeps. None: the document's system XATTRs.
         """
         new_cas, seqno = max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
@@ -538,9 +534,8 @@ class Engine:
         return max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
 
     def expire(self, vb_id: int, key: bytes) -> bool:
-        """Remove a document that is due; the expiry is a change with its own seqno.
-
-        Return False if there is no document or it is not due.
+        """Remove a document that is due; the expiry is a change with its own seqno. Return False if
+        there is no document or it is not due.
         """
         part = self.partitions[vb_id]
         meta = self._due_meta(part, key)
@@ -564,9 +559,8 @@ class Engine:
         return known
 
     def expire_if_due(self, part: Partition, key: bytes) -> bool:
-        """Expire a document that somebody asked for, if it is due; return whether it is.
-
-        While the partition refuses writes, a due document counts as gone and expires later.
+        """Expire a document that somebody asked for, if it is due; return whether it is. While the
+        partition refuses writes, a due document counts as gone and expires later.
         """
         meta = self._due_meta(part, key)
         if meta is None:

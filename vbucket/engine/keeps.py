@@ -29,7 +29,7 @@ from vbucket.model.consumer_documents import (
     keep_key,
     position_in,
 )
-from vbucket.model.entry import OPCODE_AT, cas_of, key_of, seqno_of
+from vbucket.model.entry import META, OPCODE_AT, key_of, seqno_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.store.plain_value import plain_value
 from vbucket.store.store import StoreView
@@ -165,10 +165,10 @@ def _oldest_unseen(engine: Engine, part: Partition, seqno: int) -> int | None:
     entries = engine.versions.entries(part, seqno + 1, part.committed_seqno, LOOK_BYTES)
     cas = 0
     for entry in entries:
-        if cas_of(entry):  # a system event has none
-            cas = cas_of(entry)
-            if not key_of(entry).startswith(_OWN):
-                return cas
+        of_entry = META.unpack_from(entry)[4]  # 0: a system event has none
+        cas = of_entry or cas
+        if of_entry and not key_of(entry).startswith(_OWN):
+            return cas
     is_all = not entries or seqno_of(entries[-1]) >= part.committed_seqno
     return None if is_all else cas
 

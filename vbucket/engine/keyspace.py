@@ -139,9 +139,8 @@ class Keyspace:
         """A merge of the groups up to this one is asked for; 0: none."""
 
     def apply(self, part: Partition, key: bytes, entry: bytes, seqno: int, documents: int) -> None:
-        """Apply a change: put it into the memtable and into the open group.
-
-        `documents` is how many live documents there are more: 1, 0 or -1.
+        """Apply a change: put it into the memtable and into the open group. `documents` is how many
+        live documents there are more: 1, 0 or -1.
         """
         self.pending.append(entry)
         part.append_entry(entry)
@@ -327,9 +326,8 @@ class Keyspace:
         self._has_control = True
 
     def roll_back(self, part: Partition, seqno: int) -> int:
-        """Undo what lies above `seqno` in memory, for a branch; return how many keys changed.
-
-        It reads everything first, so nothing has changed when it raises StoreDamagedError.
+        """Undo what lies above `seqno` in memory, for a branch; return how many keys changed. It
+        reads everything first, so nothing has changed when it raises StoreDamagedError.
         """
         if not seqno:
             documents_before = part.item_count

@@ -308,9 +308,8 @@ class Partition:
         return (self.active,) if self.frozen is None else (self.frozen, self.active)
 
     def roll_back(self, seqno: int, restored: dict[bytes, bytes]) -> None:
-        """Undo everything above `seqno`.
-
-        `restored` maps each key that changed above it to its entry as of `seqno`, or ABSENT.
+        """Undo everything above `seqno`. `restored` maps each key that changed above it to its
+        entry as of `seqno`, or ABSENT.
         """
         assert self.history_floor <= seqno <= self.high_seqno
         assert self.purge_seqno < seqno or not self.purge_seqno
@@ -327,9 +326,8 @@ class Partition:
         self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
 
     def empty(self) -> None:
-        """Undo everything. Data in the store does not count; the next merge removes it.
-
-        Seqnos start again at 1 and all counts are 0. The highest CAS is kept.
+        """Undo everything. Data in the store does not count; the next merge removes it. Seqnos
+        start again at 1 and all counts are 0. The highest CAS is kept.
         """
         if self.frozen is not None:
             self.frozen = Layer()

@@ -111,12 +111,6 @@ def seqno_of(entry: bytes) -> int:
     return seqno
 
 
-def cas_of(entry: bytes) -> int:
-    """Return the CAS of a change, 0 for a system event."""
-    cas: int = META.unpack_from(entry)[4]
-    return cas
-
-
 def prev_seqno_of(entry: bytes) -> int:
     """Return the seqno of the key's previous version, 0 if there is none."""
     seqno: int = PREV_SEQNO.unpack_from(entry)[0]
