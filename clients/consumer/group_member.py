@@ -37,7 +37,6 @@ from clients.operation import Document
 from clients.position import Position
 from dcp.wire.opcode import Opcode
 from vbucket.model.consumer_documents import GROUP_PREFIX
-from vbucket.model.ids import NUM_VBUCKETS
 
 LEASE_S: Final = 1.2
 """A member that dies is out after this, and the others know one beat later: 1.5 s together."""
@@ -161,7 +160,9 @@ class GroupMember:
         members = tuple(group["members"])
         mine: tuple[int, ...] = ()
         if self.member in members:
-            mine = tuple(range(members.index(self.member), NUM_VBUCKETS, len(members)))
+            assert self._kv.topology is not None  # it was asked
+            count = self._kv.topology.num_vbuckets
+            mine = tuple(range(members.index(self.member), count, len(members)))
         self._take(Share(group["epoch"], mine, members))
 
     def _take(self, share: Share | None) -> None:

@@ -9,7 +9,8 @@ Invariants
 - an epoch is told when its document is committed. So it survives crashes and failovers, and none is
   told twice with other members;
 - leases are in memory: a master that has just begun grants each member a whole one, because it does
-  not know when it was heard. So members are taken out too late then, and never too early.
+  not know when it was heard. So members are taken out too late then, and never too early;
+- a wall clock that was set back gives each member a whole lease again, and no more than that.
 """
 
 from __future__ import annotations
@@ -56,17 +57,19 @@ class GroupRecord(NamedTuple):
 
 
 def after_beat(
-    record: GroupRecord, leases: dict[str, int], beat: GroupBeat, now_ns: int
+    record: GroupRecord, leases: dict[str, tuple[int, int]], beat: GroupBeat, now_ns: int
 ) -> GroupRecord:
-    """Return the group after a beat, and set `leases`: member -> when its lease ends. Pure."""
+    """Return the group after a beat, and set `leases`: member -> when it has beaten last, and for
+    how long that holds. Pure.
+    """
     lease_ns = beat.lease_ms * 1_000_000
-    for member in record.members:
-        leases.setdefault(member, now_ns + lease_ns)
-    leases[beat.member] = now_ns if beat.leaves else now_ns + lease_ns
-    joined = [] if beat.member in record.members else [beat.member]
-    members = [name for name in [*record.members, *joined] if leases[name] > now_ns]
-    for name in leases.keys() - set(members):
-        del leases[name]
+    known = {name: leases.get(name, (now_ns, lease_ns)) for name in record.members}
+    known[beat.member] = now_ns, 0 if beat.leaves else lease_ns
+    # What was heard in the future was heard before the clock was set back.
+    held = {name: (min(heard_ns, now_ns), long_ns) for name, (heard_ns, long_ns) in known.items()}
+    members = [name for name, (heard_ns, long_ns) in held.items() if now_ns - heard_ns < long_ns]
+    leases.clear()
+    leases.update({name: held[name] for name in members})
     if members == record.members:
         return record
     return GroupRecord(record.epoch + 1, members)
@@ -129,7 +132,7 @@ class GroupCommand:
                 Status.EINVAL, f"the document of this name is no group: {error}"
             ) from error
 
-    def _leases(self, part: Partition, key: bytes) -> dict[str, int]:
+    def _leases(self, part: Partition, key: bytes) -> dict[str, tuple[int, int]]:
         known = self._state.hub.group_leases
         about = key, part.vb_uuid, part.leader_epoch
         if about not in known and len(known) >= GROUPS_MAX:

@@ -60,9 +60,9 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
-        self.group_leases: dict[tuple[bytes, int, int], dict[str, int]] = {}
-        """Group's key, and version and leader epoch of its partition -> member -> when its lease
-        ends, ns. A new master grants new ones."""
+        self.group_leases: dict[tuple[bytes, int, int], dict[str, tuple[int, int]]] = {}
+        """Group's key, and version and leader epoch of its partition -> the leases of its members,
+        see `dcp.session.group_command.after_beat`. A new master grants new ones."""
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""
 

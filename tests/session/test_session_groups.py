@@ -97,7 +97,7 @@ def test_only_the_master_of_its_partition_coordinates(node: MemoryNode) -> None:
 )
 def test_each_change_of_the_members_begins_an_epoch(acts: list[tuple[str, int, bool]]) -> None:
     """A member that beats within its lease stays; one that does not is out with the next beat."""
-    record, leases, now_ns = GroupRecord(0, []), dict[str, int](), 0
+    record, leases, now_ns = GroupRecord(0, []), dict[str, tuple[int, int]](), 0
     heard: dict[str, int] = {}
     for member, waits_ms, leaves in acts:
         now_ns += waits_ms * MS
@@ -108,3 +108,20 @@ def test_each_change_of_the_members_begins_an_epoch(acts: list[tuple[str, int, b
             name for name, at_ns in heard.items() if now_ns - at_ns < 1_000 * MS
         }
         assert record.epoch - before.epoch == (record.members != before.members)
+
+
+def test_a_clock_that_is_set_back_keeps_nobody_who_is_dead(node: MemoryNode) -> None:
+    beat(node, "a")
+    beat(node, "b")
+    node.now_ns -= 3_600_000 * MS
+    assert beat(node, "b") == {"epoch": 2, "members": ["a", "b"]}
+    node.now_ns += 1_100 * MS
+    assert beat(node, "b") == {"epoch": 3, "members": ["b"]}
+
+
+def test_others_stay_when_member_leaves_new_master(node: MemoryNode) -> None:
+    """It grants all of them whole leases, also with the beat of one that leaves."""
+    beat(node, "a")
+    beat(node, "b")
+    node.crash()
+    assert beat(node, "b", leaves=True) == {"epoch": 3, "members": ["a"]}
