@@ -154,7 +154,7 @@ async def test_changes_are_refused_until_the_restart_of_a_new_member(
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):
         if enrol is join:
             store.go_on()
-            founder, wanted = MemoryNode().engine, NewCluster(1, None)
+            founder, wanted = MemoryNode(partitions=1024).engine, NewCluster(1, None)
             root = f"/dcpd/{TOKEN.cluster}/".encode()
             proof = proof_of(TOKEN.cluster, TOKEN.secret)
             await found_cluster(store, root, founder, MEMBER, wanted, b"{}", proof=proof)

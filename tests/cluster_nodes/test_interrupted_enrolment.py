@@ -87,14 +87,14 @@ def member(number: int, name: str, port: int = 0) -> MemberRecord:
 @pytest.fixture
 async def store() -> Store:
     store = Store(RevisionStore())
-    founder = MemoryNode().engine
+    founder = MemoryNode(partitions=1024).engine
     first = member(1, "a")
     await found_cluster(store, ROOT, founder, first, NewCluster(2, None), b"{}", proof=PROOF)
     return store
 
 
 async def test_what_a_failed_join_has_left_is_used_by_the_next_one(store: Store) -> None:
-    engine = MemoryNode().engine
+    engine = MemoryNode(partitions=1024).engine
     await join(store, ROOT, engine, member(2, "b", 21))  # cluster.json was not written
     await join(store, ROOT, engine, member(2, "c", 22))  # other ports, another name
     assert store.names() == {
@@ -107,7 +107,7 @@ async def test_what_a_failed_join_has_left_is_used_by_the_next_one(store: Store)
 
 
 async def test_a_member_that_runs_or_has_copies_is_not_replaced(store: Store) -> None:
-    engine = MemoryNode().engine
+    engine = MemoryNode(partitions=1024).engine
     with pytest.raises(EnrolmentError, match="is there already"):
         await join(store, ROOT, engine, member(1, "b"))  # a copy of the first one's folder
     await join(store, ROOT, engine, member(2, "b"))
@@ -119,7 +119,7 @@ async def test_a_member_that_runs_or_has_copies_is_not_replaced(store: Store) ->
 
 
 async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -> None:
-    engine = MemoryNode().engine
+    engine = MemoryNode(partitions=1024).engine
     alive = AliveRecord(member="m1", incarnation=1, name="a", protocol=PROTOCOL)
     for key in (KEYS.of_member(KeyKind.ALIVE, "m1"), KEYS.of_address("127.0.0.1:1")):
         store.store.apply(0, Txn((), (Put(key, encode_record(alive)),)))
