@@ -22,6 +22,7 @@ from clients import (
 )
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.testing import DcpServer
+from vbucket.model.consumer_documents import checkpoint_key
 
 ROOT = Path(__file__).parents[2]
 STORES = {"file": CheckpointFile, "lmdb": LmdbCheckpoint}
@@ -119,7 +120,7 @@ async def test_two_consumers_of_one_name_in_the_server_are_noticed(server):
         await second.save_changes({1: position(4), 3: position(4)})
     assert "its own name" in caught.value.hint
     async with KvClient.connect(server.address) as kv:
-        document = await kv.get("_dcpd:checkpoint:shared:1")
+        document = await kv.get(checkpoint_key("shared", 1))
         assert decode_checkpoint(document.value) == {1: position(5)}
     # Nothing of the first one was overwritten. If it goes away, the other one goes on.
     await first.save_changes({1: position(6)})
@@ -145,7 +146,7 @@ async def test_members_of_a_group_share_a_name(server):
 async def test_what_a_failover_brings_back_is_no_other_consumer(server):
     """An older document of the same writer, or none; and an answer that was lost."""
     store = ServerCheckpoint(server.address, "back")
-    key = "_dcpd:checkpoint:back:9"
+    key = checkpoint_key("back", 9)
     async with KvClient.connect(server.address) as kv:
         await kv.set(key, encode_checkpoint({9: position(2)}))
         await store.load()
