@@ -288,8 +288,8 @@ async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
     await shell.queue.start()
     unused: Any = None
     work = Compaction(
-        shell.node.engine, unused, unused, unused, shell.merging, shell.queue, unused, shell.meter,
-        shell, Settings(), kick=unused, refresh_store=unused,
+        shell.node.engine, shell.node.floors, unused, unused, shell.merging, shell.queue, unused,
+        shell.meter, shell, Settings(), kick=unused, refresh_store=unused,
     )  # fmt: skip
     for why in ("it ended", "Too many open files"):
         with pytest.raises(CompactionError, match=why):

@@ -424,7 +424,7 @@ def test_a_plan_ends_with_its_slice_and_says_how_far_it_got(
     def planned(vb_ids: tuple[int, ...]) -> tuple[list[int], int]:
         request = {
             "id": 1, "op": "plan", "vbs": list(vb_ids), "windows": Windows(0, 0, 0), "now_ns": 1,
-            "inflow": 0, "forced": True,
+            "inflow": 0, "purge_max": {}, "forced": True,
         }  # fmt: skip
         report: PlanReport = work.handle(request)["result"]
         return [step.vb_id for step in report.steps], report.planned
