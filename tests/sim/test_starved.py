@@ -44,13 +44,14 @@ def test_starved_master_among_running_ones_keeps_its_partitions(seed: int) -> No
 @pytest.mark.parametrize("seed", range(1, SEEDS))
 def test_a_master_that_dies_among_starved_nodes_is_followed(seed: int) -> None:
     cluster = Scenario(seed)
-    for machine in cluster.machines:
-        cluster_faults.starved(cluster.world, machine)
+    mends = [cluster_faults.starved(cluster.world, machine) for machine in cluster.machines]
     cluster.run_for(4)
     dead = cluster.record().master
     (machine,) = [each for each in cluster.machines if each.folder_id == dead]
     machine.kill()
     cluster.until(lambda: cluster.record().master not in {None, dead}, 15)
+    for mend in mends:
+        mend()
     machine.start()
     cluster.passes()
 
