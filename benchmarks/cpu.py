@@ -9,6 +9,8 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - set_plain, get_plain              the same for clients without HELLO: no collections, no tokens
 - set_text, get_text, get_100_text  the same in the text protocol; get_100_text: 100 keys a line
 - set_cached, set_merged            of a key in the store, in the item cache or not
+- change_*                          other changes of documents in memory: set_expiring, set_quiet,
+                                    set_cas, replace, add, delete, count, touch
 - get_memory, get_cached, get_merged   the same for GET
 - get_absent                        a GET of an absent key, with others in the store
 - get_filling                       a GET from the store that goes into the item cache
@@ -18,7 +20,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - backfill_bare                    backfill_merged, for a client without collections
 - live                              a SET that one stream follows, less the SET
 
-SETs, GETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
+Changes, GETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
 --without-loops runs their twins in Python.
 """
 
@@ -53,7 +55,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.writer import LogWriter
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random, vbucket_of
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
@@ -269,6 +271,37 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> fl
     return seconds
 
 
+def measure_changes(
+    node: CoreNode, session: Session, keys: int, count: int, pool: list[bytes]
+) -> dict[str, float]:
+    """Other changes than SETs; of new keys where there must be no document before."""
+    change, extras, count = workload.binary_change, workload.SET_EXTRAS, min(count, keys)
+    chosen = [workload.key_of(index) for index in random.Random(8).sample(range(keys), count)]
+    new = [b"new:%010d" % index for index in range(count)]
+    cas = {}
+    for key in chosen:
+        meta = node.engine.newest_meta(vbucket_of(key), b"\0" + key)
+        assert meta is not None
+        cas[key] = meta.cas
+    in_an_hour = extras[:4] + (3600).to_bytes(4, "big")
+    counter = (1).to_bytes(8, "big") + bytes(12)
+    made = {
+        "set_cas": [change(workload.OP_SET, key, extras, pool[0], cas[key]) for key in chosen],
+        "set_quiet": [change(workload.OP_SETQ, key, extras, pool[0]) for key in chosen],
+        "set_expiring": [change(workload.OP_SET, key, in_an_hour, pool[0]) for key in chosen],
+        "replace": [change(workload.OP_REPLACE, key, extras, pool[0]) for key in chosen],
+        "touch": [change(workload.OP_TOUCH, key, in_an_hour[4:]) for key in chosen],
+        "add": [change(workload.OP_ADD, key, extras, pool[0]) for key in new],
+        "delete": [change(workload.OP_DELETE, key) for key in new],
+        "count": [change(workload.OP_INCREMENT, key, counter) for key in new * 2],
+    }
+    seconds = {}
+    for name, frames in made.items():
+        batches = [b"".join(frames[at : at + BATCH]) for at in range(0, len(frames), BATCH)]
+        seconds[f"change_{name}"] = drive(node, session, batches) / len(frames)
+    return seconds
+
+
 def measure_upkeep(
     node: CoreNode, session: Session, updates: list[list[bytes]]
 ) -> dict[str, float]:
@@ -344,6 +377,8 @@ def measure(
     updates = [sets(indexes(seed, keys, max(count, 3 * keys // 4))) for seed in (10, 11)]
     seconds |= measure_upkeep(node, session, updates)
     seconds["live"] = measure_live(node, keys, count, pool) / count
+    drive(node, session, sets(range(keys)))
+    seconds |= measure_changes(node, session, keys, count, pool)
     figures = {name: round(1e6 * each, 3) for name, each in seconds.items()}
     figures["backfill_merged_bytes_per_second"] = round(sent / (keys * seconds["backfill_merged"]))
     return figures

@@ -19,6 +19,12 @@ HEADER: Final = Struct(">BBHBBHIIQ")
 SET_EXTRAS: Final = bytes(8)  # flags, expiry
 OP_SET: Final = 0x01
 OP_GET: Final = 0x00
+OP_ADD: Final = 0x02
+OP_REPLACE: Final = 0x03
+OP_DELETE: Final = 0x04
+OP_INCREMENT: Final = 0x05
+OP_SETQ: Final = 0x11
+OP_TOUCH: Final = 0x1C
 OP_HELLO: Final = 0x1F
 OP_SASL_AUTH: Final = 0x21
 OP_SELECT_BUCKET: Final = 0x89
@@ -39,10 +45,10 @@ def values(seed: int, value_bytes: int, count: int = 64) -> list[bytes]:
 
 
 def frame(opcode: int, *, vb_id: int = 0, extras: bytes = b"", key: bytes = b"", value: bytes = b"",
-          opaque: int = 0) -> bytes:  # fmt: skip
+          opaque: int = 0, cas: int = 0) -> bytes:  # fmt: skip
     """One request of the binary protocol."""
     body = extras + key + value
-    head = HEADER.pack(0x80, opcode, len(key), len(extras), 0, vb_id, len(body), opaque, 0)
+    head = HEADER.pack(0x80, opcode, len(key), len(extras), 0, vb_id, len(body), opaque, cas)
     return head + body
 
 
@@ -58,6 +64,15 @@ def session_frames(features: tuple[int, ...] = FEATURES) -> list[bytes]:
 
 def binary_set(key: bytes, value: bytes) -> bytes:
     return frame(OP_SET, vb_id=vbucket_of(key), extras=SET_EXTRAS, key=b"\0" + key, value=value)
+
+
+def binary_change(
+    opcode: int, key: bytes, extras: bytes = b"", value: bytes = b"", cas: int = 0
+) -> bytes:
+    """Any change of a document."""
+    return frame(
+        opcode, vb_id=vbucket_of(key), extras=extras, key=b"\0" + key, value=value, cas=cas
+    )
 
 
 def binary_get(key: bytes) -> bytes:

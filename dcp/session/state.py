@@ -383,9 +383,7 @@ class SessionState:
         """Return the body of an error response: JSON with XERROR, memcached's text for its clients,
         and nothing for others.
         """
-        if self.has_xerror:
-            return json.dumps({"error": {"context": context}}).encode()
-        return MEMCACHED_TEXTS.get(status, context.encode()) if self.hashes_keys else b""
+        return error_body(context, status, self.has_xerror, self.hashes_keys)
 
     def step_flush(self, now_ns: int) -> bool:
         """Take the next step of the flush; return whether it was the last one. Until then the
@@ -508,13 +506,13 @@ class SessionState:
 
         With `acknowledge=master` reads wait until changes are in this node's log.
         """
-        self._await_read(vb_id, self.engine.partitions[vb_id].last_group)
+        self.observes_group(vb_id, self.engine.partitions[vb_id].last_group)
 
     def observes_version(self, part: Partition, key: bytes) -> None:
         """Let the answers wait until the newest version of a key, which they tell of, is committed
         (or that there is none). Later changes of the partition do not matter.
         """
-        self._await_read(part.vb_id, self.engine.keyspace.group_of_version(part, key))
+        self.observes_group(part.vb_id, self.engine.keyspace.group_of_version(part, key))
 
     def observes_history(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes and its newest version are committed.
@@ -529,7 +527,8 @@ class SessionState:
         """
         self._await(vb_id, self.engine.partitions[vb_id].branch_group)
 
-    def _await_read(self, vb_id: int, group: int) -> None:
+    def observes_group(self, vb_id: int, group: int) -> None:
+        """Let the answers wait until a group of a partition, which they tell of, is committed."""
         if self.acknowledges_as_master:
             self._await_sync(group, vb_id)
         else:
@@ -593,15 +592,21 @@ class SessionState:
             )  # fmt: skip
             self.observed.clear()
 
-    def mark_run(self, opcode: int, first_answer: int) -> None:
+    def mark_run(self, first_answer: int) -> None:
         """Leave a mark for a run of changes, each with one answer and one entry."""
         assert self.marks is not None, "a node alone has no marks"
         answers = len(self.answers) - first_answer
         first_entry = len(self.engine.keyspace.pending) - answers
         self.marks.append(
-            Mark(opcode, 0, first_answer, answers, first_entry, answers, is_read=False,
-                 is_run=True)
-        )  # fmt: skip
+            Mark(0, 0, first_answer, answers, first_entry, answers, is_read=False, is_run=True)
+        )
+
+
+def error_body(context: str, status: int, has_xerror: bool, hashes_keys: bool) -> bytes:
+    """See `SessionState.error_body`."""
+    if has_xerror:
+        return json.dumps({"error": {"context": context}}).encode()
+    return MEMCACHED_TEXTS.get(status, context.encode()) if hashes_keys else b""
 
 
 def _nothing_to_schedule() -> None:

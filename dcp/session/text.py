@@ -324,7 +324,7 @@ class TextSession:
             return position
         first_answer = len(state.answers)
         state.buffer = packet
-        taken = bisect_right(packet_ends, self._runs.store_run(0, len(packet)))
+        taken = bisect_right(packet_ends, self._runs.change_run(0, len(packet)))
         state.buffer = b""
         stored = len(state.answers) - first_answer
         if stored:

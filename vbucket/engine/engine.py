@@ -117,7 +117,7 @@ class Engine:
         self.get_run = get_run(
             keyspace.partitions, store.read_trees, keyspace.item_cache.keep, StoreDamagedError
         )
-        """These do plain SETs and GETs in C; None: the loops are not built."""
+        """These do plain changes and GETs in C; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
         self.writers_wait = False

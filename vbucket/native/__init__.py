@@ -1,14 +1,14 @@
-"""Inner loops in C: of SETs, GETs, replicas, starts, merges, compaction, backlogs, and clients of
-streams. They are optional, and equal to their twins in Python.
+"""Inner loops in C: of changes, GETs, replicas, starts, merges, compaction, backlogs, and clients
+of streams. They are optional, and equal to their twins in Python.
 
 Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
 what a client gets, received frames become runs of changes and their columns. They read and write no
-database, and have no effect but their result. Four work on partitions: SETs do what `Engine.put`
-does and look up keys in LMDB's pages, GETs are answered from memory or from these pages, a replica
-applies the commit groups of its master, and a start applies entries of the log as `Replay` does.
-Whatever the loops do not know, or find damaged, they leave to Python, which does it, or says what
-is wrong. So both forms give the same results, byte by byte, and only Python has error texts.
-`LogThread` is no loop: it makes two system calls for the committer, on a thread of its own.
+database, and have no effect but their result. Four work on partitions: changes do what
+`Engine.store` does and look up keys in LMDB's pages, GETs are answered from memory or from these
+pages, a replica applies the commit groups of its master, and a start applies entries of the log as
+`Replay` does. Whatever the loops do not know, or find damaged, they leave to Python, which does it,
+or says what is wrong. So both forms give the same results, byte by byte, and only Python has error
+texts. `LogThread` is no loop: it makes two system calls for the committer, on a thread of its own.
 
 Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `dcp.server.storage.log_thread`,
 `clients.backup.strip`, `clients.streaming.change_runs`. `loops` is built by hatch_build.py from the
@@ -206,7 +206,7 @@ def set_run(
     item_cache: object,
     damaged: type[Exception],
 ) -> SetRun | None:
-    """Return what applies plain SETs to these partitions, None if the loops are not built.
+    """Return what applies plain changes to these partitions, None if the loops are not built.
 
     `meta_below` is that of `Versions`. `tree` returns the tree of `by_key`, or None, and then
     `meta_below` looks up every key. If one of them raises `damaged`, Python handles the request.

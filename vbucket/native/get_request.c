@@ -7,7 +7,6 @@
 
 #include <string.h>
 
-#define HEADER_BYTES 24
 #define FLAGS_BYTES 4 /* the extras of an answer */
 #define KEY_ENOENT 0x0001
 #define GET 0x00
@@ -15,9 +14,7 @@
 #define GETK 0x0c
 #define GETKQ 0x0d
 #define KEY_BYTES_AT 14 /* of an entry */
-#define CAS_AT 28
 #define FLAGS_AT 52
-#define EXPIRY_AT 56
 #define KEY_AT 67
 
 static int is_quiet(const GetRequest *request)

@@ -11,7 +11,7 @@ enum {
     UNPREFIXED = 1, /* keys come without the byte of the default collection */
     HASHED = 2,     /* the partition follows from the key, whatever the header says */
     TOKENS = 4,     /* answers of changes have mutation tokens */
-    QUIET = 8       /* quiet changes are taken */
+    UNMARKED = 8    /* answers have no marks: quiet changes are taken, and refusals given */
 };
 
 #define VBUCKET_BITS 0x7FFF

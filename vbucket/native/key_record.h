@@ -10,6 +10,7 @@
 #define RECORD_CAS_AT 2
 #define RECORD_SEQNO_AT 10
 #define RECORD_REV_SEQNO_AT 18
+#define RECORD_EXPIRY_AT 30
 #define RECORD_CRC_AT 34
 
 /* Whether these bytes are what was written for the key, which begins with its partition. */

@@ -148,7 +148,7 @@ class ReplayRun:
         """
 
 class SetRun:
-    """Applies plain SETs."""
+    """Applies plain changes."""
 
     def __init__(
         self,
@@ -174,11 +174,19 @@ class SetRun:
         form: int,
         now_s: int,
         expiring: list[bytes],
+        room_bytes: int,
+        observed: list[int],
+        missing: bytes,
+        exists: bytes,
         /,
-    ) -> int:
-        """Apply the plain SETs from `position` on, and append their answers and entries, and to
-        `expiring` the entries that expire. `form` has the bits of key_form.h. Return the position
-        of the first request that is for Python.
+    ) -> tuple[int, int]:
+        """Apply the plain changes from `position` on, and append their answers and entries, and to
+        `expiring` the entries that expire. `form` has the bits of key_form.h. `missing` and
+        `exists` are the answers of those that are refused, but for opcode and opaque. `observed`
+        gets partition and group of what these wait for.
+
+        Return the position of the first request that is for Python, and how many bytes the entries
+        have that were made of present values; the run ends when these are `room_bytes`.
         """
 
 class GroupRun:

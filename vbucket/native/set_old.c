@@ -1,10 +1,11 @@
-/* What a SET replaces: the newest version of its key, from memtable, item cache, store or Python.
-   See set_parts.h. Who calls it: set_run.c, which has the rules. */
+/* What a change replaces: the newest version of its key, from memtable, item cache, store or
+   Python. See set_parts.h. Who calls it: set_run.c, which has the rules. */
 
 #include "set_parts.h"
 
 #include "blocks.h"
 #include "key_record.h"
+#include "stored_documents.h"
 
 #include <string.h>
 
@@ -27,7 +28,14 @@ int old_of_entry(Old *old, PyObject *entry)
     if (PyBytes_GET_SIZE(entry) < NUMBERS_END)
         return -1;
     const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
-    *old = (Old){be64(at + SEQNO_AT), be64(at + REV_SEQNO_AT), at[OPCODE_AT], at[DATATYPE_AT]};
+    uint32_t expiry = 0;
+    if (at[OPCODE_AT] == MUTATION) {
+        if (PyBytes_GET_SIZE(entry) < ENTRY_HEAD_BYTES)
+            return -1;
+        expiry = be32(at + EXPIRY_AT);
+    }
+    *old = (Old){be64(at + SEQNO_AT), be64(at + REV_SEQNO_AT), be64(at + CAS_AT), expiry,
+                 at[OPCODE_AT], at[DATATYPE_AT]};
     return 1;
 }
 
@@ -37,14 +45,15 @@ int old_of_python(const SetRun *self, Old *old, PyObject *part, PyObject *key)
     PyObject *meta = PyObject_Vectorcall(self->meta_below, args, 3, NULL);
     if (meta == NULL)
         return refused(self);
-    unsigned long long others[3];
+    unsigned long long others[2], cas;
     unsigned int opcode = 0, datatype = 0;
     int is_meta = PyTuple_Check(meta) &&
                   PyArg_ParseTuple(meta, "IKIKKKK", &opcode, &others[0], &datatype, &others[1],
-                                   &others[2], &old->seqno, &old->rev_seqno);
+                                   &cas, &old->seqno, &old->rev_seqno);
     Py_DECREF(meta);
     old->opcode = (uint8_t)opcode;
     old->datatype = (uint8_t)datatype;
+    old->cas = cas;
     return is_meta;
 }
 
@@ -89,11 +98,19 @@ static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
     return NOT_IN_MEMORY;
 }
 
-/* Removes a key from a dictionary of the item cache whose size is `of`, as its `take` does. */
-static int uncache(const SetRun *self, PyObject *cached, const Attribute *of,
-                   const Planned *planned, uint64_t bytes)
+int uncache(const SetRun *self, const Planned *planned)
 {
     uint64_t size, held, taken;
+    const Attribute *of = &self->of[planned->cache + RECENT_BYTES - RECENT];
+    PyObject *cached = attribute_get(&self->of[planned->cache], planned->part);
+    if (cached == NULL)
+        return 0;
+    Py_DECREF(cached); /* the partition has it */
+    PyObject *entry = PyDict_GetItemWithError(cached, planned->key);
+    if (entry == NULL)
+        return PyErr_Occurred() ? 0 : CACHED;
+    uint64_t bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
+    bytes += ITEM_OVERHEAD_BYTES;
     if (!attribute_get_number(of, planned->part, &size) ||
         !attribute_get_number(&self->of_cache[HELD_BYTES], self->item_cache, &held) ||
         !attribute_get_number(&self->of_cache[TAKEN], self->item_cache, &taken))
@@ -114,7 +131,7 @@ static int uncache(const SetRun *self, PyObject *cached, const Attribute *of,
     return is_removed;
 }
 
-int take_cached(const SetRun *self, Planned *planned)
+int old_of_cached(const SetRun *self, Planned *planned)
 {
     for (int which = RECENT; which <= OLDER; which++) {
         PyObject *cached = attribute_get(&self->of[which], planned->part);
@@ -126,17 +143,29 @@ int take_cached(const SetRun *self, Planned *planned)
         int outcome = entry != NULL ? CACHED : PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
         if (entry != NULL && PyBytes_CheckExact(entry) && PyBytes_GET_SIZE(entry) >= NUMBERS_END &&
             PyBytes_AS_STRING(entry)[OPCODE_AT] == MUTATION) {
-            uint64_t bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
             outcome = old_of_entry(&planned->old, entry);
-            if (outcome == 1)
-                outcome = uncache(self, cached, &self->of[which + RECENT_BYTES - RECENT], planned,
-                                  bytes + ITEM_OVERHEAD_BYTES);
+            planned->cache = which;
         }
         Py_DECREF(cached);
         if (outcome != NOT_IN_MEMORY)
             return outcome;
     }
     return CACHED;
+}
+
+PyObject *layer_entry(SetRun *self, const Planned *planned)
+{
+    PyObject *entry = PyDict_GetItemWithError(planned->newest, planned->key), *newest = NULL;
+    if (entry != NULL || PyErr_Occurred())
+        return entry;
+    PyObject *frozen = attribute_get(&self->of[FROZEN], planned->part);
+    if (frozen != NULL && Py_IS_TYPE(frozen, self->layer))
+        newest = attribute_get(&self->layer_newest, frozen);
+    Py_XDECREF(frozen); /* the partition has it */
+    Py_XDECREF(newest);
+    return newest != NULL && PyDict_CheckExact(newest)
+               ? PyDict_GetItemWithError(newest, planned->key)
+               : NULL;
 }
 
 /* Does what Versions.meta_below does for a key that the active layer does not have. */
@@ -157,7 +186,7 @@ static int old_below(SetRun *self, Old *old, PyObject *part, PyObject *key)
 
 int old_version(SetRun *self, Old *old, PyObject *part, PyObject *newest, PyObject *key)
 {
-    *old = (Old){0, 0, DELETION, 0};
+    *old = (Old){.opcode = DELETION};
     PyObject *entry = PyDict_GetItemWithError(newest, key);
     if (entry != NULL)
         return old_of_entry(old, entry);
@@ -173,7 +202,8 @@ static int old_of_search(Old *old, const Search *search)
     if (search->outcome == UNKNOWN ||
         !record_is_sound(search->key, search->key_bytes, at, search->value_bytes))
         return CACHED;
-    *old = (Old){be64(at + RECORD_SEQNO_AT), be64(at + RECORD_REV_SEQNO_AT), at[0], at[1]};
+    *old = (Old){be64(at + RECORD_SEQNO_AT), be64(at + RECORD_REV_SEQNO_AT),
+                 be64(at + RECORD_CAS_AT), be32(at + RECORD_EXPIRY_AT), at[0], at[1]};
     return 1;
 }
 
@@ -200,8 +230,13 @@ int search_store(const SetRun *self, Planned *planned, size_t count)
         return 0;
     if (is_key_tree(tree))
         key_tree_search((KeyTree *)tree, searches, searched);
-    for (size_t i = 0; i < searched; i++)
+    for (size_t i = 0; i < searched; i++) {
         of[i]->outcome = is_key_tree(tree) ? old_of_search(&of[i]->old, &searches[i]) : CACHED;
+        if (of[i]->outcome == 1 && searches[i].outcome == ABSENT &&
+            request_is_conditional(&of[i]->request) &&
+            !record_is_absent((KeyTree *)tree, &searches[i]))
+            of[i]->outcome = CACHED; /* a client is told that it is absent */
+    }
     Py_DECREF(tree);
     return 1;
 }

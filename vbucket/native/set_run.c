@@ -6,6 +6,8 @@
    - a request either is applied wholly, or has changed nothing but the item cache, whose entry of
      a key that is about to change is taken. What the loop does not know, or finds damaged, ends
      the run before it; then Python handles the request, and names what is wrong;
+   - a request that is refused changes nothing. Its answer waits for what it tells of: `observed`
+     gets the partition and its last group;
    - up to `window` requests are planned at once, which reads only, and then applied in order. What
      a plan says of another key than those that were applied since holds until then. The window is
      small after a plan that Python had to carry out, because the plans behind it are lost;
@@ -20,7 +22,6 @@
 #include "set_parts.h"
 
 #define WINDOW_MIN 4 /* what is lost with a plan for Python costs less than that request */
-#define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
 #define VB_ACTIVE 1
 
 static const char *const names[ATTRIBUTES] = {
@@ -31,8 +32,10 @@ static const char *const names[ATTRIBUTES] = {
 
 /* What all requests of a run share. */
 typedef struct {
-    PyObject *answers, *pending, *touched, *expiring, *group;
+    PyObject *answers, *pending, *touched, *expiring, *observed, *group;
+    PyObject *missing, *exists; /* answers of refusals, but for opcode and opaque */
     uint64_t group_number, cas_floor;
+    Py_ssize_t room_bytes; /* for new values that are made of present ones */
     Reader reader;
 } Run;
 
@@ -42,6 +45,7 @@ typedef struct {
     PyObject *answer;     /* NULL: there is none */
     PyObject *item_count; /* NULL: the count stays */
     int is_touched; /* whether the group knows the partition */
+    int expires;
 } Made;
 
 /* Makes what a change sets. Returns 0 with an exception; what is made needs `release` then, too. */
@@ -49,23 +53,31 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
                 uint64_t seqno)
 {
     PyObject *part = planned->part;
-    int is_new = planned->old.opcode != MUTATION, is_quiet = request_is_quiet(&planned->request);
-    uint64_t epoch, vb_uuid, last_group;
-    if (!attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
-        !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid) ||
+    const Request *request = &planned->request;
+    int is_quiet = request->is_quiet;
+    int documents = (request->kind != REMOVE) - (planned->old.opcode == MUTATION);
+    Stamp stamp = {.cas = cas, .seqno = seqno};
+    Content content = {0};
+    uint64_t last_group;
+    if (!attribute_get_number(&self->of[LEADER_EPOCH], part, &stamp.epoch) ||
+        !attribute_get_number(&self->of[VB_UUID], part, &stamp.vb_uuid) ||
         !attribute_get_number(&self->of[LAST_GROUP], part, &last_group))
         return 0;
-    if (epoch > UINT32_MAX)
+    if (stamp.epoch > UINT32_MAX)
         return -1;
+    int outcome = content_of(self, planned, &content);
+    if (outcome != 1)
+        return outcome;
     made->is_touched = last_group == run->group_number;
+    made->expires = content.expiry && request->kind != REMOVE;
     made->append = attribute_get(&self->of[APPEND_ENTRY], part);
-    made->entry = entry_made(&planned->request, &planned->old, epoch, cas, seqno);
-    made->answer = is_quiet ? NULL : answer_made(&planned->request, cas, vb_uuid, seqno);
+    made->entry = entry_made(request, &planned->old, &stamp, &content);
+    made->answer = is_quiet ? NULL : answer_made(request, &stamp, content.number);
     made->seqno = PyLong_FromUnsignedLongLong(seqno);
     made->cas = PyLong_FromUnsignedLongLong(cas);
-    made->item_count = is_new ? attribute_sum(&self->of[ITEM_COUNT], part, 1) : NULL;
+    made->item_count = documents ? attribute_sum(&self->of[ITEM_COUNT], part, documents) : NULL;
     return made->append != NULL && made->entry != NULL && (is_quiet || made->answer != NULL) &&
-           made->seqno != NULL && made->cas != NULL && (!is_new || made->item_count != NULL);
+           made->seqno != NULL && made->cas != NULL && (!documents || made->item_count != NULL);
 }
 
 static void release(Made *made)
@@ -82,7 +94,7 @@ static int change(SetRun *self, const Run *run, const Planned *planned, const Ma
 {
     PyObject *part = planned->part, *done;
     if ((!made->is_touched && PyList_Append(run->touched, part)) ||
-        (planned->request.expiry && PyList_Append(run->expiring, made->entry)) ||
+        (made->expires && PyList_Append(run->expiring, made->entry)) ||
         PyList_Append(run->pending, made->entry) ||
         (done = PyObject_CallOneArg(made->append, made->entry)) == NULL)
         return 0;
@@ -107,23 +119,66 @@ static int settle(SetRun *self, Planned *planned, uint64_t high_seqno)
             return 0;
     }
     if (planned->outcome == CACHED)
-        planned->outcome = take_cached(self, planned);
-    if (planned->outcome == CACHED)
-        return old_of_python(self, &planned->old, planned->part, planned->key);
+        planned->outcome = old_of_cached(self, planned);
     return planned->outcome;
 }
 
-static int apply(SetRun *self, const Run *run, Planned *planned)
+/* Notes that the answers tell of a partition. */
+static int observe(const SetRun *self, const Run *run, const Planned *planned)
+{
+    PyObject *vb_id = PyLong_FromUnsignedLong(planned->request.vb_id);
+    PyObject *group = attribute_get(&self->of[LAST_GROUP], planned->part);
+    int is_noted = vb_id != NULL && group != NULL && !PyList_Append(run->observed, vb_id) &&
+                   !PyList_Append(run->observed, group);
+    Py_XDECREF(vb_id);
+    Py_XDECREF(group);
+    return is_noted;
+}
+
+/* Answers a request that is refused. */
+static int refuse(SetRun *self, const Run *run, const Planned *planned)
+{
+    const Request *request = &planned->request;
+    if (request->kind == TOUCH && planned->old.seqno && layer_entry(self, planned) == NULL)
+        return PyErr_Occurred() ? 0 : -1; /* that counts as a miss of the item cache */
+    PyObject *answer = refusal_made(
+        request, planned->status == KEY_ENOENT ? run->missing : run->exists);
+    int is_done = answer != NULL && observe(self, run, planned) &&
+                  !PyList_Append(run->answers, answer);
+    Py_XDECREF(answer);
+    return is_done;
+}
+
+/* Takes what is replaced from the item cache. */
+static int take_cached(SetRun *self, Planned *planned)
+{
+    int outcome = planned->outcome == CACHED ? CACHED : uncache(self, planned);
+    if (outcome != CACHED)
+        return outcome;
+    return request_is_conditional(&planned->request)
+               ? -1
+               : old_of_python(self, &planned->old, planned->part, planned->key);
+}
+
+static int apply(SetRun *self, Run *run, Planned *planned)
 {
     uint64_t high_seqno, max_cas;
     if (!attribute_get_number(&self->of[HIGH_SEQNO], planned->part, &high_seqno) ||
         !attribute_get_number(&self->of[MAX_CAS], planned->part, &max_cas))
         return 0;
     int outcome = settle(self, planned, high_seqno);
+    if (outcome == CACHED)
+        outcome = take_cached(self, planned);
+    if (outcome == 1)
+        outcome = judge(planned, run->reader.now_s);
+    if (outcome == REFUSED)
+        return refuse(self, run, planned);
+    if (outcome == 1 && planned->request.kind >= COUNT && planned->cache >= 0)
+        outcome = -1;
+    if (outcome == 1 && planned->cache >= 0)
+        outcome = take_cached(self, planned);
     if (outcome != 1)
         return outcome;
-    if (planned->old.opcode == MUTATION && planned->old.datatype > DATATYPE_PLAIN_MAX)
-        return -1; /* its XATTRs stay */
     if (high_seqno == UINT64_MAX || max_cas == UINT64_MAX)
         return -1;
     uint64_t cas = run->cas_floor > max_cas ? run->cas_floor : max_cas + 1;
@@ -131,6 +186,8 @@ static int apply(SetRun *self, const Run *run, Planned *planned)
     outcome = make(self, run, planned, &made, cas, high_seqno + 1);
     if (outcome == 1)
         outcome = change(self, run, planned, &made);
+    if (outcome == 1 && planned->request.kind >= COUNT)
+        run->room_bytes -= PyBytes_GET_SIZE(made.entry);
     release(&made);
     return outcome;
 }
@@ -250,14 +307,16 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
 
 /* Applies up to `window` requests. Sets how many bytes they have. Returns 1 if more may follow,
    -1 if not, 0 with an exception. */
-static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t bytes,
+static int apply_some(SetRun *self, Run *run, const uint8_t *data, size_t bytes,
                       Py_ssize_t *taken)
 {
     Planned planned[SEARCHES_MAX];
     size_t count = read_ahead(self, run, planned, data, bytes), ready = 0;
     int outcome = count == self->window ? 1 : -1, each;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
         planned[i].part = planned[i].newest = planned[i].key = NULL;
+        planned[i].cache = -1;
+    }
     each = load(self, planned, count);
     while (each == 1 && ready < count && (each = plan(self, &planned[ready])) == 1)
         ready++;
@@ -272,6 +331,10 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
             break;
         }
         *taken += (Py_ssize_t)request_bytes(&planned[i].request);
+        if (run->room_bytes <= 0) {
+            outcome = -1;
+            break;
+        }
     }
     if (outcome == 1 && self->window < SEARCHES_MAX)
         self->window *= 2;
@@ -283,24 +346,41 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
     return outcome;
 }
 
+/* Takes the arguments but for data and positions. Returns 0 with an exception. */
+static int run_read(const SetRun *self, Run *run, PyObject *const *args, Py_ssize_t count)
+{
+    static const int lists[] = {3, 4, 5, 12, 14}, bytes[] = {0, 15, 16};
+    int is_right = count == 17;
+    for (size_t i = 0; is_right && i < sizeof lists / sizeof lists[0]; i++)
+        is_right = PyList_CheckExact(args[lists[i]]);
+    for (size_t i = 0; is_right && i < sizeof bytes / sizeof bytes[0]; i++)
+        is_right = PyBytes_CheckExact(args[bytes[i]]) &&
+                   (!i || PyBytes_GET_SIZE(args[bytes[i]]) >= HEADER_BYTES);
+    if (!is_right) {
+        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, lists and numbers");
+        return 0;
+    }
+    *run = (Run){.answers = args[3], .pending = args[4], .touched = args[5], .group = args[6],
+                 .expiring = args[12], .observed = args[14], .missing = args[15],
+                 .exists = args[16]};
+    run->group_number = PyLong_AsUnsignedLongLong(args[6]);
+    run->cas_floor = PyLong_AsUnsignedLongLong(args[7]);
+    run->reader.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
+    run->reader.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
+    run->reader.form = (uint8_t)PyLong_AsUnsignedLong(args[10]);
+    run->reader.now_s = (uint32_t)PyLong_AsUnsignedLong(args[11]);
+    run->reader.partitions = (uint32_t)PyList_GET_SIZE(self->partitions);
+    run->room_bytes = PyLong_AsSsize_t(args[13]);
+    return !PyErr_Occurred();
+}
+
 static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 13 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
-        !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5]) ||
-        !PyList_CheckExact(args[12])) {
-        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, lists and numbers");
+    Run run;
+    if (!run_read(self, &run, args, count))
         return NULL;
-    }
     Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    Run run = {.answers = args[3], .pending = args[4], .touched = args[5], .group = args[6],
-               .expiring = args[12]};
-    run.group_number = PyLong_AsUnsignedLongLong(args[6]);
-    run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
-    run.reader.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
-    run.reader.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
-    run.reader.form = (uint8_t)PyLong_AsUnsignedLong(args[10]);
-    run.reader.now_s = (uint32_t)PyLong_AsUnsignedLong(args[11]);
-    run.reader.partitions = (uint32_t)PyList_GET_SIZE(self->partitions);
+    Py_ssize_t room_bytes = run.room_bytes;
     if (PyErr_Occurred())
         return NULL;
     if (position < 0 || position > end || end > PyBytes_GET_SIZE(args[0])) {
@@ -312,7 +392,7 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
     do
         outcome = apply_some(self, &run, data + position, (size_t)(end - position), &position);
     while (outcome == 1);
-    return outcome ? PyLong_FromSsize_t(position) : NULL;
+    return outcome ? Py_BuildValue("(nn)", position, room_bytes - run.room_bytes) : NULL;
 }
 
 static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -1,4 +1,4 @@
-/* The type `SetRun`: applies the plain SETs of one read. */
+/* The type `SetRun`: applies the plain changes of one read. */
 
 #ifndef DCPD_SET_RUN_H
 #define DCPD_SET_RUN_H

@@ -1,5 +1,5 @@
-/* See stored_documents.h. Who calls it: get_run.c. vbucket/store/store.py has the rules, in
-   `meta_fields`, `check_absent` and `entry_of_key`.
+/* See stored_documents.h. Who calls it: get_run.c, set_old.c. vbucket/store/store.py has the
+   rules, in `meta_fields`, `check_absent` and `entry_of_key`.
 
    Invariants
    - a record counts if its checksum is right, a frame if its checksum, partition, key, seqno and
@@ -22,12 +22,12 @@ static int is_record(const Node *node)
            record_is_sound(node->key, node->key_bytes, node->value, node->value_bytes);
 }
 
-/* Whether the records beside the place of a key that was not found show that it is absent. */
-static int is_absent(const KeyTree *tree, const Search *search)
+int record_is_absent(const KeyTree *by_key, const Search *search)
 {
     Node before, behind;
-    return key_tree_node(tree, search, -1, &before) && key_tree_node(tree, search, 0, &behind) &&
-           is_record(&before) && is_record(&behind) && key_tree_leaf_fits(tree, search);
+    return key_tree_node(by_key, search, -1, &before) &&
+           key_tree_node(by_key, search, 0, &behind) && is_record(&before) && is_record(&behind) &&
+           key_tree_leaf_fits(by_key, search);
 }
 
 /* Takes what the search in `by_key` has found; begins that in `by_seqno` for a document. */
@@ -35,7 +35,7 @@ static int begin_block_search(const KeyTree *by_key, const Search *record, Wante
                               uint8_t *block_key, Search *block)
 {
     wanted->outcome = UNKNOWN;
-    if (record->outcome == ABSENT && is_absent(by_key, record))
+    if (record->outcome == ABSENT && record_is_absent(by_key, record))
         wanted->outcome = ABSENT;
     if (record->outcome != FOUND || !record_is_sound(record->key, record->key_bytes, record->value,
                                                      record->value_bytes))

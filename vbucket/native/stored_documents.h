@@ -14,6 +14,10 @@ typedef struct {
     size_t frame_bytes;
 } Wanted;
 
+/* Whether the records beside the place of a key that was not found in `by_key` show that it is
+   absent. */
+int record_is_absent(const KeyTree *by_key, const Search *search);
+
 /* Looks for up to SEARCHES_MAX documents together. What is not as it should be, and what other
    pages would have to be read for, is UNKNOWN: Python tells. */
 void stored_documents_find(const KeyTree *by_key, const KeyTree *by_seqno, Wanted *wanted,

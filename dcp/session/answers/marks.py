@@ -12,8 +12,8 @@ with it.
 - A quiet change that was successful has no answer. It gets one now, at its place in the order.
 - In the text protocol, a command with `noreply` stays without an answer.
 
-A run of SETs leaves one mark. `MarkedAnswers` makes an object of each answer only when some answer
-of a batch has to be replaced.
+A run of changes leaves one mark. `MarkedAnswers` makes an object of each answer only when some
+answer of a batch has to be replaced.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Wait(NamedTuple):
 
 
 class Mark:
-    """What the answers of one request, or of a run of SETs, wait for."""
+    """What the answers of one request, or of a run of changes, wait for. Those of a run have their
+    opcode and opaque.
+    """
 
     __slots__ = (
         "answers",
@@ -229,7 +231,7 @@ class MarkedAnswers:
             of_mark = answers[mark.first_answer : at]
             entries = self._entries[mark.first_entry : mark.first_entry + mark.entries]
             if mark.is_run:
-                assert len(of_mark) == len(entries), "each SET of a run has an answer"
+                assert len(of_mark) == len(entries), "each change of a run has an answer"
                 held += (
                     self._held_answer(answer, mark, (entry,))
                     for answer, entry in zip(of_mark, entries, strict=True)
@@ -265,10 +267,10 @@ class MarkedAnswers:
             what = "try again" if mark.is_read else "the change was applied, and may be lost"
             held.answer = held.answer and b"SERVER_ERROR %b: %b\r\n" % (what.encode(), why.encode())
             return
-        opaque = int.from_bytes(held.answer[12:16], "big") if mark.is_run else mark.opaque
+        opcode, opaque = mark.opcode, mark.opaque
+        if mark.is_run:
+            opcode, opaque = held.answer[1], int.from_bytes(held.answer[12:16], "big")
         status = Status.ETMPFAIL if mark.is_read else AMBIGUOUS
         body = self._error_body(why, status)
         datatype = self._json if body else 0
-        held.answer = pack_response(
-            mark.opcode, status, opaque=opaque, value=body, datatype=datatype
-        )
+        held.answer = pack_response(opcode, status, opaque=opaque, value=body, datatype=datatype)

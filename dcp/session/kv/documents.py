@@ -11,12 +11,13 @@ answered. Responses keep the order of the requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from struct import Struct
 from typing import Final
 
 from dcp.session.kv.values import check_datatype, packed_body, remove_old, too_big
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState
-from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState, error_body
+from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame, pack_response
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (
     ERROR_TABLE,
@@ -408,6 +409,22 @@ class DocumentCommands:
         if collection is None:
             raise UnknownNameError(Status.UNKNOWN_COLLECTION)
         return collection
+
+
+@lru_cache
+def refusal_answers(has_xerror: bool, hashes_keys: bool, json_datatype: int) -> tuple[bytes, bytes]:
+    """Return how a client hears that a document is missing, and that it exists or has another CAS;
+    opcode and opaque are 0. As `DocumentCommands.refuse_outcome` answers.
+    """
+    missing = error_body("", Status.KEY_ENOENT, has_xerror, hashes_keys) if hashes_keys else b""
+    text = ERROR_TABLE[Status.KEY_EEXISTS][1]
+    exists = error_body(text, Status.KEY_EEXISTS, has_xerror, hashes_keys)
+    bodies = (Status.KEY_ENOENT, missing), (Status.KEY_EEXISTS, exists)
+    missed, refused = (
+        pack_response(0, status, value=body, datatype=json_datatype if body else 0)
+        for status, body in bodies
+    )
+    return missed, refused
 
 
 def _pack_miss(opcode: int, opaque: int) -> bytes:

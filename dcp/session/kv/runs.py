@@ -1,21 +1,23 @@
-"""Plain GETs and SETs that come together: one loop in C for all of them, without a call for each.
+"""Plain reads and changes that come together: a loop in C for each, without a call for every one.
 
 `runs` returns for each opcode a function that handles the requests from a position on, and returns
 where the first other one begins; `dcp.session.kv.documents` handles that one. Where the loops
 (vbucket/native) are not built, there are no runs.
 
-Rules: as in `dcp.session.kv.documents`. A run answers what the handlers would. It does not look for
-locks, and needs a client that may read or write everything.
+Plain changes are SET, ADD, REPLACE, DELETE, counters and TOUCH, also with a CAS or an expiry, of a
+document in the default collection without XATTRs that is not due.
+
+Rules: as in `dcp.session.kv.documents` and `updates`. A run answers what the handlers would. It
+does not look for locks, and needs a client that may read or write everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from struct import Struct
 from typing import Final
 
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState
-from dcp.wire.frame import HEADER_BYTES
+from dcp.session.kv.documents import refusal_answers
+from dcp.session.state import ANSWER_BYTES_MAX, CHANGES_BYTES_MAX, SessionState
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import MEMCACHED_TEXTS, Status
 
@@ -24,19 +26,16 @@ Run = Callable[[int, int], int]
 request that it did not handle."""
 
 _GETS: Final = (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ)
-_SETS: Final = (Opcode.SET, Opcode.SETQ)
-
-SET_REQUEST: Final = Struct(">HHHHIIQII")
-"""All of a SET before its key: magic and opcode, key length, extras length and datatype, vbucket,
-body length, opaque, CAS; flags, expiry."""
-SET_RESPONSE: Final = Struct(">12sIQQQ")
-"""A header up to the opaque, opaque, CAS, and a mutation token."""
-
+_CHANGES: Final = (
+    Opcode.SET, Opcode.ADD, Opcode.REPLACE, Opcode.DELETE, Opcode.INCREMENT, Opcode.DECREMENT,
+    Opcode.SETQ, Opcode.ADDQ, Opcode.REPLACEQ, Opcode.DELETEQ, Opcode.INCREMENTQ,
+    Opcode.DECREMENTQ, Opcode.TOUCH,
+)  # fmt: skip
 
 UNPREFIXED: Final = 1
 HASHED: Final = 2
 TOKENS: Final = 4
-QUIET: Final = 8
+UNMARKED: Final = 8
 """The form of a client's requests and answers: see vbucket/native/key_form.h."""
 _NO_RUNS: Final[dict[int, Run]] = {}
 _MISS_TEXT: Final = MEMCACHED_TEXTS[Status.KEY_ENOENT]
@@ -53,7 +52,7 @@ class DocumentRuns:
         if state.engine.get_run is not None:
             self._plain_runs |= dict.fromkeys(map(int, _GETS), self.get_run)
         if state.engine.set_run is not None:
-            self._plain_runs |= dict.fromkeys(map(int, _SETS), self.store_run)
+            self._plain_runs |= dict.fromkeys(map(int, _CHANGES), self.change_run)
         self._reading_runs = self._all_runs = self._plain_runs
 
     def runs(self) -> dict[int, Run]:
@@ -80,30 +79,36 @@ class DocumentRuns:
             (0 if state.has_collections else UNPREFIXED)
             | (HASHED if state.hashes_keys else 0)
             | (TOKENS if state.has_mutation_tokens else 0)
-            | (QUIET if state.marks is None else 0)  # a quiet change has a mark of its own
+            | (UNMARKED if state.marks is None else 0)  # what waits otherwise has its own mark
         )
 
-    def store_run(self, position: int, end: int) -> int:
-        """Handle plain SETs: no CAS, default collection. Return where others begin."""
+    def change_run(self, position: int, end: int) -> int:
+        """Handle plain changes. Return where others begin."""
         state, engine, run = self._state, self._engine, self._engine.set_run
         keyspace, answers = engine.keyspace, state.answers
         if run is None:
             return position
-        first_answer = len(answers)
-        expiring: list[bytes] = []
+        first_answer, first_entry = len(answers), len(keyspace.pending)
+        expiring, observed = list[bytes](), list[int]()
+        refusals = refusal_answers(state.has_xerror, state.hashes_keys, state.has_json)
         try:
-            after = run.apply(
+            after, made_bytes = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
                 keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
                 self._form(), engine.now_s, expiring,
+                int((1 - state.work) * CHANGES_BYTES_MAX) + 1, observed, *refusals,
             )  # fmt: skip
         finally:  # some may be stored when memory runs out
             for entry in expiring:
                 engine.due.add(entry)
-        if after > position:
+        if len(keyspace.pending) > first_entry:
             state.wait_group = keyspace.group
             if state.marks is not None:
-                state.mark_run(Opcode.SET, first_answer)
+                state.mark_run(first_answer)
+        for vb_id, group in zip(observed[::2], observed[1::2], strict=True):
+            state.observes_group(vb_id, group)
+        if made_bytes:
+            state.spend(made_bytes / CHANGES_BYTES_MAX)
         return after
 
     def get_run(self, position: int, end: int) -> int:
@@ -125,7 +130,3 @@ class DocumentRuns:
             state.unread_bytes += value_bytes
             state.is_full |= state.unread_bytes > ANSWER_BYTES_MAX
         return after
-
-
-assert SET_REQUEST.size == HEADER_BYTES + 8
-assert SET_RESPONSE.size == HEADER_BYTES + 16

@@ -121,9 +121,11 @@ class UpdateCommands:
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         expiry = self._documents.absolute_expiry(key, U32.unpack(request.extras)[0])
+        pending = state.engine.keyspace.pending
+        first_entry = len(pending)
         outcome, document = touch(state.engine, vb_id, key, expiry)
-        if outcome[0] != Status.ETMPFAIL:
-            state.observes(vb_id)
+        if len(pending) == first_entry and outcome[0] != Status.ETMPFAIL:
+            state.observes(vb_id)  # it tells of the document, without a change of its own
         value, flags, datatype = b"", b"", 0
         if document is not None:
             state.spend(len(document.value) / CHANGES_BYTES_MAX)  # it was read, if not written

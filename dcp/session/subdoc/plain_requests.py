@@ -15,7 +15,6 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.kv.documents import DATATYPE_JSON
-from dcp.session.kv.runs import SET_RESPONSE
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.subdoc.json_path import Key, SubdocError, parse_path
 from dcp.session.subdoc.json_scan import STEP_BYTES
@@ -56,7 +55,8 @@ _RESULT_BYTES: Final = 6
 _unpack_request: Final = _REQUEST.unpack_from
 _unpack_spec: Final = _MUTATION_SPEC.unpack_from
 _unpack_document: Final = _DOCUMENT.unpack_from
-_pack_mutation_answer: Final = SET_RESPONSE.pack
+_pack_mutation_answer: Final = Struct(">12sIQQQ").pack
+"""Packs a header up to the opaque, opaque, CAS, and a mutation token."""
 _pack_lookup_answer: Final = Struct(">III4sQHI").pack
 """A header (its first fields in two), the result's status and length."""
 _LOOKUP_ANSWER_MARK: Final = 0x81 << 24 | Opcode.SUBDOC_MULTI_LOOKUP << 16
@@ -213,5 +213,5 @@ class PlainRequests:
         if position > first:
             state.wait_group = engine.keyspace.group
             if state.marks is not None:
-                state.mark_run(Opcode.SUBDOC_MULTI_MUTATION, first_answer)
+                state.mark_run(first_answer)
         return position
