@@ -97,6 +97,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "partitions.storage_commands:compact",
         "Free the space of old versions and deletions.",
     ),
+    "scrub": (
+        "partitions.storage_commands:scrub",
+        "Read all that is stored, and name damage.",
+    ),
     "cluster": ("cluster.cluster_commands:cluster", "Create and operate a cluster of nodes."),
     "stream": ("changes.stream_commands:stream", "List, slow, stop and end streams of consumers."),
     "consumer": (

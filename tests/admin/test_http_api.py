@@ -91,6 +91,8 @@ CALLS = (
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),
     Call("POST", "/api/v1/compact", {"vbs": [VB], "history": "0s"}),
     Call("POST", "/api/v1/compact", {"history": "soon"}, 400),
+    Call("POST", "/api/v1/scrub"),
+    Call("GET", "/api/v1/scrub"),
     Call("POST", "/api/v1/users",
          {"name": "alice", "password": "wonderland", "roles": {"read": [{"prefix": "a"}]}}, 201),
     Call("PUT", "/api/v1/users/{name}/password", {"password": "looking-glass"}),

@@ -1,6 +1,8 @@
 """What operators can do to the store as a whole.
 
 POST /api/v1/compact   answers when it is done
+GET  /api/v1/scrub     how far the scrubber is, and what it found
+POST /api/v1/scrub     have it read everything now; answers at once
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from dcp.server.admin.bodies import CompactRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
+from dcp.server.storage.process.scrubbing import Scrubbing, ScrubStatus
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 
-def routes(operations: Operations) -> list[RouteSpec]:
+def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
     """Return the routes."""
 
     async def compact(request: Request) -> Response:
@@ -49,11 +52,25 @@ def routes(operations: Operations) -> list[RouteSpec]:
                 try_this="try again once the cause is gone; what was done stays done",
             ) from error
 
+    async def scrub_status(_request: Request) -> Response:
+        return json_answer(scrubbing.status)
+
+    async def scrub_start(_request: Request) -> Response:
+        return json_answer(scrubbing.start())
+
     return [
+        RouteSpec(
+            "GET", "/api/v1/scrub", scrub_status, answer=ScrubStatus,
+            summary="Show how far the scrubber is, and what is damaged.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/scrub", scrub_start, answer=ScrubStatus,
+            summary="Have the scrubber read all that is stored now; answer at once.",
+        ),
         RouteSpec(
             "POST", "/api/v1/compact", compact, body=CompactRequest, answer=CompactionReport,
             summary="Compact partitions now; answer when it is done.",
-        )
+        ),
     ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@ import cbor2
 
 from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from dcp.server.storage.process.scrub_work import ScrubReport, ScrubWork
 from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
@@ -264,6 +265,14 @@ class StoreProcess:
         if stdin is not None and not stdin.is_closing():
             stdin.write(HEAD.pack(FORGET, 0, number))
 
+    async def scrub(self, place: list[Any], log_end: list[int]) -> ScrubReport:
+        """Read the next piece of the store or the log, and name what is damaged. It changes
+        nothing. `place` is a `ScrubPlace`, `log_end` a `LogEnd`.
+        """
+        return ScrubReport(
+            *await self._request({"op": "scrub", "place": place, "log_end": log_end})
+        )
+
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
         used_bytes: int = await self._request({"op": "used_bytes"})
@@ -373,6 +382,7 @@ class StoreWork:
         self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
+        self._scrub = ScrubWork(log_folder.parent)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request and return the reply; an error of `_ERRORS` becomes a reply.
@@ -455,6 +465,10 @@ class StoreWork:
             before_commit=self._before_commit,
         )  # fmt: skip
 
+    def scrub(self, request: dict[str, Any]) -> ScrubReport:
+        """Read a piece."""
+        return self._scrub.piece(request)
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -466,6 +480,7 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
     "load": StoreWork.load,
+    "scrub": StoreWork.scrub,
     "used_bytes": StoreWork.used_bytes,
 }
 

@@ -1,0 +1,120 @@
+"""The scrubber's pieces in the store process, between its other work.
+
+Who calls it: `dcp.server.storage.process.store_process`. `vbucket.check.scrub` has what is checked;
+here are the files. What a piece cost goes back with it: the server rests accordingly
+(`dcp.core.scrub_pace`).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dcp.server.storage.folder import log_path, store_path
+from vbucket.check.finding import Kind
+from vbucket.check.scrub import (
+    AREAS,
+    LOG_AREA,
+    Damage,
+    LogScrub,
+    Piece,
+    ScrubPlace,
+    TableScrub,
+    segment_to_scrub,
+)
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.segment_files import read_segment, segment_name, segments_in
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.lmdb.lmdb_file import PageFile, check_file
+from vbucket.store.lmdb.page_scan import PageScan
+
+PIECE_S: Final = 0.01
+"""How long a piece takes at most, but for one leaf or one segment's bytes."""
+PIECE_BYTES: Final = 1 << 20
+
+
+class ScrubReport(NamedTuple):
+    """What a piece found and cost."""
+
+    place: list[Any]
+    """`ScrubPlace`: where to go on."""
+    read_bytes: int
+    damages: list[list[Any]]
+    """`Damage` each."""
+    busy_s: float
+    """Processor time."""
+    size_bytes: int
+    """Of the store and the log: what a pass reads."""
+
+
+class ScrubWork:
+    """See the module."""
+
+    def __init__(self, data_path: Path) -> None:
+        self._data_path = data_path
+        self._file: PageFile | None = None
+        self._segment: LogScrub | None = None
+
+    def piece(self, request: dict[str, Any]) -> ScrubReport:
+        """Read the next piece: `place`, and `log_end` as `LogEnd.to_document`. Nobody writes to the
+        store meanwhile.
+        """
+        began_s = time.process_time()
+        end_s = time.monotonic() + PIECE_S
+        place = ScrubPlace(*request["place"])
+        if AREAS[place.area] == LOG_AREA:
+            piece = self._log(place, LogEnd.from_document(request["log_end"]), end_s)
+        else:
+            piece = self._tables(place, end_s)
+        return ScrubReport(
+            list(piece.place), piece.read_bytes, [list(each) for each in piece.damages],
+            time.process_time() - began_s, self._size_bytes(),
+        )  # fmt: skip
+
+    def _tables(self, place: ScrubPlace, end_s: float) -> Piece:
+        folder = store_path(self._data_path)
+        try:
+            if place == ScrubPlace():
+                check_file(folder)  # both meta pages, the list of tables, the free pages
+            if self._file is None:
+                self._file = PageFile(folder)
+            scrub = TableScrub(PageScan(self._file))
+        except StoreDamagedError as error:
+            damage = Damage(str(Kind.PAGES), "store/data.mdb", "the store's file", str(error))
+            return Piece(ScrubPlace(AREAS.index(LOG_AREA)), 0, [damage])
+        return scrub.piece(place, PIECE_BYTES, lambda: time.monotonic() >= end_s)
+
+    def _log(self, place: ScrubPlace, end: LogEnd, end_s: float) -> Piece:
+        folder = log_path(self._data_path)
+        if self._segment is None:
+            found = segment_to_scrub(place, segments_in(folder), end)
+            if found is None:
+                return Piece(place.next_area(), 0, [])
+            segment, size_bytes = found
+            name = f"log/{segment_name(segment)}"
+            try:
+                data = read_segment(folder, segment)[:size_bytes]
+            except KeyError:  # it was merged meanwhile
+                after = (segment + 1).to_bytes(8, "big")
+                return Piece(place._replace(key=after), 0, [])
+            except OSError as error:
+                after = (segment + 1).to_bytes(8, "big")
+                what = f"it cannot be read: {error.strerror}"
+                damage = Damage(str(Kind.LOG), name, f"segment {segment} of the log", what)
+                return Piece(place._replace(key=after), 0, [damage])
+            self._segment = LogScrub(segment, data, name)
+        piece = self._segment.piece(place, PIECE_BYTES, lambda: time.monotonic() >= end_s)
+        if piece.place != place:
+            self._segment = None
+        return piece
+
+    def _size_bytes(self) -> int:
+        paths = [store_path(self._data_path) / "data.mdb", *log_path(self._data_path).iterdir()]
+        size_bytes = 0
+        for path in paths:
+            try:
+                size_bytes += path.stat().st_size
+            except FileNotFoundError:  # a segment was merged meanwhile
+                continue
+        return size_bytes
