@@ -386,8 +386,8 @@ class Node:
             kick=self._kick, refresh_store=storage.store.refresh,
         )  # fmt: skip
         self._scrubbing = Scrubbing(
-            self.about.data_dir, self._store_queue, storage.writer, self.access.audit, log,
-            settings.scrub_period_s,
+            self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
+            self.meter, self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         self._loading = Loading(
             engine, merging, self._store_queue, self._hub, self.meter, log,

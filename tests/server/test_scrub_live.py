@@ -1,4 +1,6 @@
-"""A real server whose scrubber reads everything: it names what is damaged before a client asks."""
+"""A real server whose scrubber reads everything: it names what is damaged before a client asks, and
+mends what the folder itself can prove.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,19 @@ def done(node: DcpdProcess, *arguments: str) -> str:
     return run.stdout
 
 
+def value_of(number: int) -> bytes:
+    return random.Random(number).randbytes(900)
+
+
 def write(server: DcpdProcess) -> None:
-    draw = random.Random(5)
     with RawClient(server.port) as client:
         client.send(
             b"".join(
                 pack_request(
-                    Opcode.SETQ, key=key, value=draw.randbytes(900), extras=bytes(8),
+                    Opcode.SETQ, key=key, value=value_of(number), extras=bytes(8),
                     vb_id=vbucket_of(key, 64),
                 )
-                for key in (b"key %04d" % number for number in range(KEYS))
+                for number, key in enumerate(b"key %04d" % number for number in range(KEYS))
             )
         )  # fmt: skip
         assert client.ask(Opcode.NOOP).status == Status.OK
@@ -82,9 +87,10 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         assert "nothing is damaged" in done(server, "status")
 
         tables = layout_of(folder / "store")
-        block = min(tables["by_seqno"].large)
-        flip(folder / "store" / "data.mdb", block * PAGE_BYTES + 3 * PAGE_BYTES)
-        leaf = min(tables["by_key"].leaves)
+        block = max(tables["by_seqno"].large)
+        for at in (100, 200):  # two bits: no checksum names them
+            flip(folder / "store" / "data.mdb", block * PAGE_BYTES + 3 * PAGE_BYTES + at)
+        leaf = min(tables["failover"].leaves)
         overwrite(folder / "store", leaf, "zeros")
         segment = max((folder / "log").glob("*.log"))
         flip(segment, 40_000)
@@ -97,10 +103,8 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         vb_id = int.from_bytes(tables["by_seqno"].large[block][:2], "big")
         assert found["block"]["vb"] == vb_id
         assert found["block"]["seqnos"]
-        lost = {key[3:].decode() for key in tables["by_key"].leaves[leaf]}
-        first, _ = found["pages"]["keys"]
-        assert "table by_key" in found["pages"]["where"]
-        assert first <= min(lost)
+        assert "table failover" in found["pages"]["where"]
+        assert found["pages"]["vb"] == 0, "the first leaf"
         assert found["log"]["file"] == f"log/{segment.name}"
         for row in report["damages"]:
             assert row["advice"] in named.stdout
@@ -108,6 +112,63 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
         assert sum(line["event"] == "damage" for line in audit) == 3
         assert "3 damages" in done(server, "status")
+
+
+def wrong_answers(server: DcpdProcess) -> dict[int, int]:
+    """GET everything; return the number of refusals by status. No answer has a wrong value."""
+    refused: dict[int, int] = {}
+    with RawClient(server.port) as client:
+        for number in range(KEYS):
+            key = b"key %04d" % number
+            answer = client.ask(Opcode.GET, key=key, vb_id=vbucket_of(key, 64))
+            if answer.status:
+                refused[answer.status] = refused.get(answer.status, 0) + 1
+            else:
+                assert answer.value == value_of(number)
+    return refused
+
+
+def test_what_the_folder_can_prove_is_mended(tmp_path: Path) -> None:
+    """By a pass, after a client met it, and before a merge would put it into quarantine."""
+    folder = tmp_path / "data"
+    path = folder / "store" / "data.mdb"
+    arguments = ("--partitions", "64", "--item-cache-bytes", "0")
+    with DcpdProcess(folder, *arguments) as server:
+        write(server)
+        assert dcpctl(server, "compact").returncode == 0
+        tables = layout_of(folder / "store")
+        sound = path.read_bytes()
+        keys, blocks = tables["by_key"], tables["by_seqno"]
+        overwrite(folder / "store", max(keys.leaves), "zeros")
+        overwrite(folder / "store", min(keys.leaves), "other")
+        flip(path, max(blocks.large) * PAGE_BYTES + 2 * PAGE_BYTES)  # the body of a block
+        flip(path, min(blocks.large) * PAGE_BYTES + 40)  # the columns of one
+        flip(path, min(blocks.branches or blocks.leaves) * PAGE_BYTES + 20)
+        report = scrubbed(server, 1)
+        assert report["damages"] == []
+        assert report["mended"] == 5
+        assert wrong_answers(server) == {}
+        audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
+        assert sum(line["event"] == "repair" for line in audit) == 5
+        page = max(blocks.large) * PAGE_BYTES
+        assert (
+            path.read_bytes()[page : page + 3 * PAGE_BYTES] == sound[page : page + 3 * PAGE_BYTES]
+        )
+
+        overwrite(folder / "store", max(keys.leaves), "zeros")
+        flip(path, max(blocks.large) * PAGE_BYTES + 2 * PAGE_BYTES)
+        while wrong_answers(server):
+            time.sleep(0.05)
+        assert status_of(server)["mended"] == 7
+
+        write(server)
+        overwrite(folder / "store", max(layout_of(folder / "store")["by_key"].leaves), "zeros")
+        assert dcpctl(server, "compact").returncode == 0
+        assert "quarantined" not in server.output
+        assert wrong_answers(server) == {}
+        assert server.stop() == 0
+    verified = dcpctl(server, "verify", str(folder))
+    assert verified.returncode == 0, verified.stdout
 
 
 def test_a_pass_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -7,23 +7,39 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import google_crc32c
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcp.core.scrub_pace import BUSY_MAX, FIRST_S, REST_MAX_S, due_in_s, rest_s
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
+from vbucket.check.mend import BIT, REBUILT, mend
 from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
+from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_mutation
 from vbucket.store.block import build_blocks
 from vbucket.store.key_record import by_key_items
-from vbucket.store.lmdb.environment_lmdb import LmdbEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
+from vbucket.store.lmdb.page_mend import PageMender, flipped_bit
 from vbucket.store.lmdb.page_scan import PageScan
-from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    TABLES,
+    PartitionRecord,
+    put_partition,
+)
 
 KEYS = 400
+RECORD = PartitionRecord(
+    int(VbState.ACTIVE), KEYS, 0, 0, KEYS, KEYS, 1, [[7, 0, 1]], last_seqno=KEYS, versions=KEYS,
+    keys=KEYS,
+)  # fmt: skip
 SALT = 0x1234567890ABCDEF
 VBS = range(8)
 
@@ -47,6 +63,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
             write.put_sorted(
                 BY_SEQNO_TABLE, build_blocks(vb_id, entries, seqno_before=0, body_bytes_target=9000)
             )
+            put_partition(write, vb_id, RECORD)
     env.close()
     return folder
 
@@ -123,6 +140,117 @@ def flips(data: bytearray, draw: random.Random) -> Iterator[int]:
         at = draw.randrange(len(data))
         data[at] ^= 1 << draw.randrange(8)
         yield at
+
+
+def mended(folder: Path) -> list[tuple[Damage, str]]:
+    """Mend all that is damaged, as often as something is found; return what could be mended."""
+    file, done = PageFile(folder), []
+    for _ in range(20):
+        found = damages_in(folder)
+        hows = []
+        for each in found:
+            with PageMender(file) as mender:
+                hows.append(mend(mender, each.table, each.key))
+        done += [(each, how) for each, how in zip(found, hows, strict=True) if how]
+        if not any(hows):
+            break
+    file.close()
+    return done
+
+
+def test_one_flipped_bit_anywhere_in_a_page_is_put_back(copy: Path) -> None:
+    """Also in a branch, in the list of tables, and in the head and the body of a block."""
+    draw = random.Random(11)
+    layout = layout_of(copy)
+    whole = (copy / "data.mdb").read_bytes()
+    pages = [
+        page for table in layout.values() for page in (*table.leaves, *table.branches, *table.large)
+    ]
+    pages += [page + 1 for page in layout[BY_SEQNO_TABLE].large][:-8]
+    for page in draw.sample(pages, 60):
+        data = bytearray(whole)
+        data[page * PAGE_BYTES + draw.randrange(PAGE_BYTES)] ^= 1 << draw.randrange(8)
+        (copy / "data.mdb").write_bytes(data)
+        for damage, how in mended(copy):
+            assert how == BIT, damage
+        assert damages_in(copy) == []
+    assert (copy / "data.mdb").read_bytes()[: len(whole) // 2] != b"", "it was written"
+
+
+@pytest.mark.parametrize("what", ["zeros", "ones", "other"])
+def test_a_leaf_of_keys_is_rebuilt_from_the_versions(copy: Path, what: str) -> None:
+    before = pairs_in(copy, BY_KEY_TABLE)
+    leaves = sorted(layout_of(copy)[BY_KEY_TABLE].leaves)
+    for leaf in (leaves[0], leaves[len(leaves) // 2], leaves[-1]):
+        overwrite(copy, leaf, what)
+    assert {how for _, how in mended(copy)} == {REBUILT}
+    assert damages_in(copy) == []
+    assert pairs_in(copy, BY_KEY_TABLE) == before
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:  # LMDB itself takes the page for its own
+        for vb_id in VBS:
+            write.delete(BY_KEY_TABLE, vb_id.to_bytes(2, "big") + b"\0key that is long 0009")
+            write.put(
+                BY_KEY_TABLE, vb_id.to_bytes(2, "big") + b"\0key that is long 9999", b"x" * 38
+            )
+    env.close()
+    assert len(pairs_in(copy, BY_KEY_TABLE)) == len(before)
+
+
+def test_a_leaf_is_not_rebuilt_from_what_is_damaged_itself(copy: Path) -> None:
+    layout = layout_of(copy)
+    overwrite(copy, sorted(layout[BY_KEY_TABLE].leaves)[3], "zeros")
+    for page in layout[BY_SEQNO_TABLE].leaves:
+        overwrite(copy, page, "zeros")
+    before = (copy / "data.mdb").read_bytes()
+    assert mended(copy) == []
+    assert (copy / "data.mdb").read_bytes() == before, "nothing was invented"
+
+
+def test_more_than_one_bit_is_not_put_back(copy: Path) -> None:
+    draw = random.Random(5)
+    whole = (copy / "data.mdb").read_bytes()
+    leaves = sorted(layout_of(copy)[BY_SEQNO_TABLE].leaves)
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(draw.choice((2, 3, 40))):
+            data[draw.choice(leaves) * PAGE_BYTES + draw.randrange(PAGE_BYTES)] ^= draw.randrange(
+                1, 256
+            )
+        (copy / "data.mdb").write_bytes(data)
+        found = damages_in(copy)
+        mended(copy)
+        left = (copy / "data.mdb").read_bytes()
+        changed = [
+            at
+            for at in range(0, len(whole), PAGE_BYTES)
+            if left[at : at + PAGE_BYTES] != data[at : at + PAGE_BYTES]
+        ]
+        for at in changed:
+            assert left[at : at + PAGE_BYTES] == whole[at : at + PAGE_BYTES]
+        assert found
+
+
+def pairs_in(folder: Path, table: str) -> dict[bytes, bytes]:
+    reader = LmdbPageReader(folder, TABLES)
+    pairs = {key: bytes(value) for key, value in reader.range(table, b"\0")}
+    reader.close()
+    return pairs
+
+
+@given(st.binary(min_size=1, max_size=5000), st.integers(0), st.integers(0, 7))
+def test_a_checksum_names_the_bit_that_is_flipped(data: bytes, at: int, bit: int) -> None:
+    at %= len(data)
+    flipped = bytearray(data)
+    flipped[at] ^= 1 << bit
+    assert flipped_bit(bytes(flipped), google_crc32c.value(data)) == 8 * at + bit
+
+
+def test_a_checksum_that_no_page_has_names_no_bit() -> None:
+    """What replaces an outdated page has one: vbucket.store.lmdb.sums_writer."""
+    page = bytes(PAGE_BYTES)
+    assert flipped_bit(page, google_crc32c.value(page) ^ 0xFFFFFFFF) is None
+    assert flipped_bit(page, google_crc32c.value(page)) is None, "nothing is flipped"
 
 
 def test_a_page_that_was_there_before_is_named(copy: Path) -> None:

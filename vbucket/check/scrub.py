@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 LOG_AREA: Final = "log"
 TABLE_AREAS: Final = (
-    META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
+    META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_SEQNO_TABLE, BY_KEY_TABLE, EXPIRY_TABLE,
 )  # fmt: skip
+"""Records of keys are mended from the versions, so these come first."""
 AREAS: Final = (*TABLE_AREAS, LOG_AREA)
 DAMAGES_MAX: Final = 50
 """A piece ends early after so many: a dead disk must not fill memory."""
@@ -87,6 +88,11 @@ class Damage(NamedTuple):
     seqnos: list[int] | None = None
     keys: list[str] | None = None
     """From this key on, up to this one; both are named as text."""
+    table: str = ""
+    key: bytes = b""
+    """A key of that table whose way meets it; "": it is not in a table."""
+    mended: str = ""
+    """How it was mended; "": it was not."""
 
 
 class Piece(NamedTuple):
@@ -114,10 +120,7 @@ class TableScrub:
         while True:
             leaf = self._reader.leaf(table, key)
             read_bytes += leaf.size_bytes
-            for first, behind, why in leaf.damages:
-                self._last = None
-                self._damages.append(_page_damage(table, first, behind, why))
-            self._check(table, leaf)
+            self._take(table, leaf)
             if leaf.behind is None or leaf.behind <= key:
                 self._end_of_partition(None)
                 return Piece(place.next_area(), read_bytes, self._damages)
@@ -125,7 +128,10 @@ class TableScrub:
             if read_bytes >= bytes_max or len(self._damages) >= DAMAGES_MAX or is_over():
                 return Piece(place._replace(key=key), read_bytes, self._damages)
 
-    def _check(self, table: str, leaf: Leaf) -> None:
+    def _take(self, table: str, leaf: Leaf) -> None:
+        for first, behind, why in leaf.damages:
+            self._last = None
+            self._damages.append(_page_damage(table, first, behind, why))
         if table == BY_KEY_TABLE:
             self._check_keys(leaf)
         elif table == BY_SEQNO_TABLE:
@@ -185,6 +191,19 @@ class TableScrub:
         self._damages.append(
             Damage(str(Kind.GAP), _STORE_FILE, f"partition {vb_id}", what, vb_id, seqnos)
         )
+
+    def partition(self, vb_id: int) -> list[Damage]:
+        """Read all that the tables have of one partition."""
+        for table in (STATE_TABLE, FAILOVER_TABLE, BY_SEQNO_TABLE, BY_KEY_TABLE):
+            key, stop = vb_id.to_bytes(2, "big"), (vb_id + 1).to_bytes(2, "big")
+            while key < stop and len(self._damages) < DAMAGES_MAX:
+                leaf = self._reader.leaf(table, key)
+                self._take(table, leaf)
+                if leaf.behind is None or leaf.behind <= key:
+                    break
+                key = leaf.behind
+            self._last = None
+        return self._damages
 
 
 class LogScrub:
@@ -256,7 +275,7 @@ def _record_damage(
     if kind is None:
         kind = {BY_KEY_TABLE: Kind.KEY_RECORD, EXPIRY_TABLE: Kind.EXPIRY}.get(table, Kind.RECORD)
     where = f"table {table}" if vb_id is None else f"partition {vb_id}, table {table}"
-    return Damage(str(kind), _STORE_FILE, where, why, vb_id, None, keys)
+    return Damage(str(kind), _STORE_FILE, where, why, vb_id, None, keys, table, key)
 
 
 def _block_damage(
@@ -270,7 +289,7 @@ def _block_damage(
         last = int.from_bytes(behind[2:10], "big") - 1 if behind is not None and is_same else first
         seqnos = [first, last]
     where = f"partition {vb_id}, table {BY_SEQNO_TABLE}"
-    return Damage(str(kind), _STORE_FILE, where, why, vb_id, seqnos)
+    return Damage(str(kind), _STORE_FILE, where, why, vb_id, seqnos, None, BY_SEQNO_TABLE, key)
 
 
 def _body_damage(block: Block, why: str) -> Damage:
@@ -289,7 +308,10 @@ def _body_damage(block: Block, why: str) -> Damage:
     keys = [bad[0][1], bad[-1][1]] if bad else None
     where = f"partition {block.vb_id}, table {BY_SEQNO_TABLE}"
     what = f"{why}: seqno {named}{more}" if bad else why
-    return Damage(str(Kind.BLOCK), _STORE_FILE, where, what, block.vb_id, seqnos, keys)
+    return Damage(
+        str(Kind.BLOCK), _STORE_FILE, where, what, block.vb_id, seqnos, keys, BY_SEQNO_TABLE,
+        block.key,
+    )  # fmt: skip
 
 
 def _text(key: bytes) -> str:

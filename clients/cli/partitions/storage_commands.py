@@ -43,6 +43,7 @@ _SCRUB_ROWS: Final = (
     ("passes", "passes that ended"),
     ("trouble", "why it does not go on"),
     ("found", "damages ever found"),
+    ("mended", "damages ever mended"),
 )
 _ROWS: Final = (
     ("vbuckets", "partitions compacted"),

@@ -172,6 +172,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         one(lambda of: of.scrubbing.status.found),
     ),
     MetricSpec(
+        "dcpd_damages_mended_total", "counter", "", (),
+        "Damages in this data folder that were mended without a command.",
+        "rises: check the disk and the memory of this machine",
+        one(lambda of: of.scrubbing.status.mended),
+    ),
+    MetricSpec(
         "dcpd_scrubbed_bytes_total", "counter", "bytes", (),
         "What the scrubber has read of this data folder.",
         "stands still: `dcpctl scrub status` says why",

@@ -1,5 +1,8 @@
 """The scrubber's pieces in the store process, between its other work.
 
+What a piece, a merge or a client met is mended if this folder alone can prove what was there
+(`vbucket.check.mend`). Either way it is in the report of the next piece.
+
 Who calls it: `dcp.server.storage.process.store_process`. `vbucket.check.scrub` has what is checked;
 here are the files. What a piece cost goes back with it: the server rests accordingly
 (`dcp.core.scrub_pace`).
@@ -8,11 +11,13 @@ here are the files. What a piece cost goes back with it: the server rests accord
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.check.finding import Kind
+from vbucket.check.mend import mend
 from vbucket.check.scrub import (
     AREAS,
     LOG_AREA,
@@ -27,11 +32,15 @@ from vbucket.log.end_mark import LogEnd
 from vbucket.log.segment_files import read_segment, segment_name, segments_in
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
+from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
 
 PIECE_S: Final = 0.01
 """How long a piece takes at most, but for one leaf or one segment's bytes."""
 PIECE_BYTES: Final = 1 << 20
+ROUNDS_MAX: Final = 64
+"""So often one place is read again after something there was mended."""
+_STORE_FILE: Final = "store/data.mdb"
 
 
 class ScrubReport(NamedTuple):
@@ -55,20 +64,29 @@ class ScrubWork:
         self._data_path = data_path
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
+        self._met: list[Damage] = []
+        """What was met since the last report, mended or not."""
+        self._rounds = 0
+        """How often the piece at the same place was read again after something was mended."""
 
     def piece(self, request: dict[str, Any]) -> ScrubReport:
-        """Read the next piece: `place`, and `log_end` as `LogEnd.to_document`. Nobody writes to the
-        store meanwhile.
+        """Look at the partitions `suspects`, then read the next piece: `place`, and `log_end` as
+        `LogEnd.to_document`. Nobody writes to the store meanwhile.
         """
         began_s = time.process_time()
         end_s = time.monotonic() + PIECE_S
         place = ScrubPlace(*request["place"])
-        if AREAS[place.area] == LOG_AREA:
+        for vb_id in request["suspects"]:
+            self.mend_partition(vb_id)
+        if place.is_over:
+            piece = Piece(place, 0, [])
+        elif AREAS[place.area] == LOG_AREA:
             piece = self._log(place, LogEnd.from_document(request["log_end"]), end_s)
         else:
             piece = self._tables(place, end_s)
+        damages, self._met = [*self._met, *piece.damages], []
         return ScrubReport(
-            list(piece.place), piece.read_bytes, [list(each) for each in piece.damages],
+            list(piece.place), piece.read_bytes, [list(each) for each in damages],
             time.process_time() - began_s, self._size_bytes(),
         )  # fmt: skip
 
@@ -81,9 +99,48 @@ class ScrubWork:
                 self._file = PageFile(folder)
             scrub = TableScrub(PageScan(self._file))
         except StoreDamagedError as error:
-            damage = Damage(str(Kind.PAGES), "store/data.mdb", "the store's file", str(error))
+            damage = Damage(str(Kind.PAGES), _STORE_FILE, "the store's file", str(error))
             return Piece(ScrubPlace(AREAS.index(LOG_AREA)), 0, [damage])
-        return scrub.piece(place, PIECE_BYTES, lambda: time.monotonic() >= end_s)
+        piece = scrub.piece(place, PIECE_BYTES, lambda: time.monotonic() >= end_s)
+        damages = self._mended(piece.damages)
+        mended = [each for each in damages if each.mended]
+        if mended and self._rounds < ROUNDS_MAX:
+            self._rounds += 1
+            return Piece(place, 0, mended)  # what was behind these is read now
+        self._rounds = 0
+        return piece._replace(damages=damages)
+
+    def mend_partition(self, vb_id: int) -> bool:
+        """Look at all of a partition that somebody met damage in; return whether any was mended."""
+        try:
+            if self._file is None:
+                self._file = PageFile(store_path(self._data_path))
+            for round_number in range(ROUNDS_MAX):
+                found = TableScrub(PageScan(self._file)).partition(vb_id)
+                damages = self._mended(found)
+                mended = [each for each in damages if each.mended]
+                self._met += mended
+                if not mended:
+                    self._met += damages
+                    return round_number > 0
+        except (StoreDamagedError, OSError):
+            return False  # the pass names it
+        return True
+
+    def _mended(self, damages: list[Damage]) -> list[Damage]:
+        """Mend what can be; return the damages, those that are mended with the word how."""
+        if not any(each.table for each in damages):
+            return damages
+        assert self._file is not None, "they were found in it"
+        done: list[Damage] = []
+        for damage in damages:
+            how = ""
+            with suppress(StoreDamagedError, OSError):
+                if damage.table:
+                    with PageMender(self._file) as mender:
+                        how = mend(mender, damage.table, damage.key)
+            done.append(damage._replace(mended=how))
+        return done
 
     def _log(self, place: ScrubPlace, end: LogEnd, end_s: float) -> Piece:
         folder = log_path(self._data_path)

@@ -3,12 +3,16 @@
     run ── due, or start() ──> pieces of a pass, each a turn of the store process, with rests
                                (vbucket.check.scrub reads, dcp.core.scrub_pace rests)
     found ──> an error in the event log, a line in the audit log, a row in the reports
+    mended ─> a warning in the event log, a receipt in the audit log
+
+A partition in which a client or a stream met damage is looked at within LOOK_S. What a merge met
+and mended is told after it.
 
 How far the pass came, and what it found, is in a file of the data folder, so a restart goes on.
 
 Invariants
-- a piece is the least urgent work of the store process (dcp.core.store_schedule); it changes
-  nothing, so a stop may come at any time. At most SAVED_S of progress is read again then;
+- a piece is the least urgent work of the store process (dcp.core.store_schedule). A stop may come
+  at any time: at most SAVED_S of progress is read again then;
 - at most ROWS_MAX damages are kept, the newest ones; each is told once, and again after a pass that
   did not find it;
 - what a pass finds no more is dropped at its end: it was repaired, or is gone.
@@ -29,21 +33,30 @@ from dcp.core.store_schedule import Work
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.merging import Merging
 from dcp.server.storage.process.scrub_work import ScrubReport
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.process.store_queue import FAILURES, StoreQueue
 from vbucket.check.finding import ADVICE, Kind
 from vbucket.check.scrub import AREAS, Damage, ScrubPlace
 from vbucket.log.writer import LogWriter
+from vbucket.store.store import Store
 
 SCRUB_FILE: Final = "scrub.json"
 ROWS_MAX: Final = 100
 SAVED_S: Final = 30.0
 """How often the progress is written to the file."""
+LOOK_S: Final = 0.2
+"""How often it is checked whether somebody met damage."""
 TROUBLE_S: Final = 10.0
 """Pause after the store process could not read a piece."""
 DEATHS_MAX: Final = 2
 """So many processes may die at one place; then the pass leaves the rest of that area out."""
+AGAIN_S: Final = 10.0
+"""A partition that somebody meets damage in is looked at so often, at most."""
+SUSPECTS_MAX: Final = 8
+"""Partitions that are looked at in one turn of the store process."""
 TEXT_CHARS_MAX: Final = 500
 _LOG_ADVICE: Final = (
     "the changes in it are still in this server's memory: take a backup now (dcpctl backup run), "
@@ -88,6 +101,7 @@ class ScrubStatus(msgspec.Struct):
     total_bytes: Annotated[_Count, Meta(description="What all passes have read.")] = 0
     trouble: Annotated[str, Meta(description='Why it does not go on; "": it does.')] = ""
     found: Annotated[_Count, Meta(description="Damages that were found ever.")] = 0
+    mended: Annotated[_Count, Meta(description="Damages that were mended ever.")] = 0
     damages: Annotated[
         list[DamageRow], Meta(description="What is damaged now, as far as it is known.")
     ] = []
@@ -108,12 +122,18 @@ class Scrubbing:
         self,
         data_dir: Path,
         queue: StoreQueue,
+        merging: Merging,
+        store: Store,
         writer: LogWriter,
+        meter: Meter,
         audit: AuditLog,
         log: EventLog,
         period_s: float,
     ) -> None:
         """`period_s`: in what time everything is read; 0: only on command."""
+        self._merging = merging
+        self._store = store
+        self._meter = meter
         self._path = data_dir / SCRUB_FILE
         self._queue = queue
         self._writer = writer
@@ -124,6 +144,10 @@ class Scrubbing:
         self._place = ScrubPlace()
         self._started_s = time.time()
         self._saved_s = 0.0
+        self._merges = 0
+        """How many merges had ended when the store process was last asked what they met."""
+        self._looked_s: dict[int, float] = {}
+        """When a partition was looked at because somebody met damage there."""
         self._deaths = 0
         """Of store processes at this place."""
         self._woken = asyncio.Event()
@@ -142,6 +166,8 @@ class Scrubbing:
                 due_s = due_in_s(self.status.began_s, self._started_s, time.time(), self.period_s)
                 if due_s is None or due_s > 0:
                     await self._rest(due_s)
+                    if self._is_asked_to_look:
+                        await self._piece()
                     continue
                 self._begin(is_hurried=False)
             await self._rest(await self._piece())
@@ -188,20 +214,39 @@ class Scrubbing:
         status.area = AREAS[0]
         self._log.info("scrubber began", is_hurried=is_hurried)
 
+    @property
+    def _is_asked_to_look(self) -> bool:
+        return bool(self._meter.suspects) or self._merges != self._merging.count
+
+    def _suspects(self) -> list[int]:
+        """Take partitions to look at. One that was looked at just now has what cannot be mended."""
+        before_s = time.monotonic() - AGAIN_S
+        taken = sorted(self._meter.suspects)[:SUSPECTS_MAX]
+        self._meter.suspects.difference_update(taken)
+        return [vb_id for vb_id in taken if self._looked_s.get(vb_id, before_s) <= before_s]
+
     async def _rest(self, seconds: float | None) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._woken.wait()
-        except TimeoutError:
+        """Return when it is time, when something has changed, or when somebody met damage."""
+        until_s = None if seconds is None else time.monotonic() + seconds
+        while until_s is None or (left_s := until_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(LOOK_S if until_s is None else min(LOOK_S, left_s)):
+                    await self._woken.wait()
+            except TimeoutError:
+                if self._is_asked_to_look:
+                    return
+                continue
+            self._woken.clear()
             return
-        self._woken.clear()
 
     async def _piece(self) -> float:
         """Read one piece; return how long to rest."""
-        place, end = self._place, self._writer.synced_end
+        status, suspects = self.status, self._suspects()
+        place = self._place if status.is_running else ScrubPlace(len(AREAS))
+        merges, end = self._merging.count, self._writer.synced_end
 
         async def ask(process: StoreProcess) -> ScrubReport:
-            return await process.scrub(list(place), end.to_document())
+            return await process.scrub(list(place), end.to_document(), suspects)
 
         try:
             report = await self._queue.do(Work.SCRUB, ask)
@@ -209,13 +254,18 @@ class Scrubbing:
             self._failed(error)
             return TROUBLE_S
         self._deaths = 0
-        status = self.status
+        self._merges = merges
+        self._looked_s |= dict.fromkeys(suspects, time.monotonic())
         status.trouble = ""
         status.read_bytes += report.read_bytes
         status.total_bytes += report.read_bytes
         status.size_bytes = report.size_bytes
         status.busy_s += report.busy_s
         self._found([Damage(*each) for each in report.damages])
+        if not status.is_running:
+            if not self._saved_s:
+                await self._save()
+            return 0.0
         self._go_on(ScrubPlace(*report.place))
         if time.monotonic() - self._saved_s >= SAVED_S or not status.is_running:
             await self._save()
@@ -259,6 +309,9 @@ class Scrubbing:
         known = {row.name: row for row in status.damages}
         for damage in damages:
             row = _row(damage, now_s)
+            if damage.mended:
+                self._mended(damage, row)
+                continue
             if (before := known.get(row.name)) is not None:
                 before.last_s, before.what = now_s, row.what
                 continue
@@ -272,6 +325,15 @@ class Scrubbing:
             self._log.error("damage found", **facts, reason=row.what, advice=row.advice)
             self._audit.write("damage", **facts, why=row.what)
             self._saved_s = 0.0
+
+    def _mended(self, damage: Damage, row: DamageRow) -> None:
+        """Write the receipt of a repair, and let readers look again."""
+        self.status.mended += 1
+        self.forget(row)
+        facts = {"file": row.file, "where": row.where, "vb_id": row.vb, "seqnos": row.seqnos}
+        self._log.warning("damage mended", **facts, keys=row.keys, how=damage.mended)
+        self._audit.write("repair", **facts, keys=row.keys, how=damage.mended, why=row.what)
+        self._store.refresh()
 
     async def _save(self) -> None:
         self._saved_s = time.monotonic()

@@ -265,13 +265,13 @@ class StoreProcess:
         if stdin is not None and not stdin.is_closing():
             stdin.write(HEAD.pack(FORGET, 0, number))
 
-    async def scrub(self, place: list[Any], log_end: list[int]) -> ScrubReport:
-        """Read the next piece of the store or the log, and name what is damaged. It changes
-        nothing. `place` is a `ScrubPlace`, `log_end` a `LogEnd`.
+    async def scrub(self, place: list[Any], log_end: list[int], suspects: list[int]) -> ScrubReport:
+        """Read the next piece of the store or the log, and the partitions `suspects`; name what is
+        damaged, and mend what this folder alone can prove. `place` is a `ScrubPlace`, `log_end` a
+        `LogEnd`.
         """
-        return ScrubReport(
-            *await self._request({"op": "scrub", "place": place, "log_end": log_end})
-        )
+        request = {"op": "scrub", "place": place, "log_end": log_end, "suspects": suspects}
+        return ScrubReport(*await self._request(request))
 
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
@@ -406,7 +406,7 @@ class StoreWork:
         report = merge(
             self._env, segments, before_commit=self._before_commit,
             slice_pages=self._slice_pages, step=self._rests.step,
-            before_undo=self._compactor.begin_again,
+            before_undo=self._compactor.begin_again, mend=self._scrub.mend_partition,
         )  # fmt: skip
         return report, self._rests.rested_s
 
