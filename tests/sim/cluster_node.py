@@ -375,7 +375,7 @@ class ClusterNode(SingleNode):
                 self._record.masterships.append(
                     Mastership(
                         self._world.now_ns, self.name, self.host.incarnation, part.vb_id, epoch,
-                        part.vb_uuid,
+                        part.vb_uuid, part.failover.current.seqno,
                     )
                 )  # fmt: skip
                 self._record_committed((part.vb_id,))

@@ -202,6 +202,8 @@ class Mastership(NamedTuple):
     vb_id: int
     epoch: int
     vb_uuid: int
+    since_seqno: int = 0
+    """The seqno at which its version began. A later loss may take the version itself away."""
 
 
 class Lacking(NamedTuple):

@@ -319,7 +319,7 @@ class Simulation:
         found, unsure = named(PROBLEM, facts.problems), 0
         if not found:
             if self.plan.acknowledge == "master":
-                facts.failovers = histories.failovers(facts.masterships, facts.final)
+                facts.failovers = histories.failovers(facts.masterships)
             texts, unsure = linear(facts, self.plan, facts.operations)
             found += named("linearizable", texts)
             found += named("receipts", self._check_receipts())
