@@ -319,9 +319,6 @@ class Facts:
         """The newest id of each name that exists."""
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
-        self.failovers: list[Excuse] = []
-        """Of a cluster with `acknowledge=master`: from where on a failover may have lost writes
-        without a durability frame."""
         self.lacking: list[Lacking] = []
         self.kept: list[Kept] = []
         self.handed: dict[tuple[int, int], int] = {}
