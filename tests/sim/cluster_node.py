@@ -141,7 +141,7 @@ class ClusterNode(SingleNode):
         self.member = node.node_id
         self.session = ClusterSession(
             ROOT, self.member, machine.host.incarnation,
-            CoordinatorSettings(elects_uncleanly=plan.unclean),
+            CoordinatorSettings(elects_uncleanly=plan.unclean), lease_s=plan.lease_s,
         )  # fmt: skip
         self.life = MapLife(self.session.view, machine.sent_map)
         self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
