@@ -7,6 +7,7 @@
     LOAD           documents of a restore into the store            (storage.loading)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
+    REPAIR         versions of another copy in place of damaged ones (cluster.peer_repair)
     SCRUB          reads what nobody asks for, and looks for damage (storage.process.scrubbing)
 
     wants(work, now_s)                   work of this kind waits for its turn
@@ -108,7 +109,8 @@ class Work(IntEnum):
     LOAD = 2
     PLAN = 3
     COMPACTION = 4
-    SCRUB = 5
+    REPAIR = 5
+    SCRUB = 6
 
 
 RATIO: Final = {Work.MERGE: 1.0, Work.LOAD: 0.6, Work.COMPACTION: 0.6, Work.SCRUB: 0.05}
@@ -119,6 +121,7 @@ _ACCOUNT: Final = {
     Work.LOAD: Work.LOAD,
     Work.PLAN: Work.COMPACTION,
     Work.COMPACTION: Work.COMPACTION,
+    Work.REPAIR: Work.SCRUB,
     Work.SCRUB: Work.SCRUB,
 }
 """Whose time a kind spends: plans and compactions are parts of the same job."""

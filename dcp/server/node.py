@@ -253,7 +253,13 @@ class Node:
             self._config.publish(self.ports)
             return
         from dcp.server.cluster.joining.becoming_member import own_record
+        from dcp.server.cluster.peer_repair import PeerRepair
 
+        repair = PeerRepair(
+            self.engine, replicated.session.view, replicated.member, replicated.identity,
+            self.access.link_tls, self._scrubbing, self._log,
+        )  # fmt: skip
+        self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
 

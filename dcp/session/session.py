@@ -55,6 +55,7 @@ from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.upkeep_commands import UpkeepCommands
+from dcp.session.version_reads import VersionReads
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,
@@ -137,6 +138,7 @@ class Session:
             | ScanCommands(state).handlers()
             | UpkeepCommands(state).handlers()
             | GroupCommand(state).handlers()
+            | VersionReads(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )

@@ -1,8 +1,11 @@
-"""Mends the store from what it holds itself: no other copy is asked, and nothing is invented.
+"""Mends the store from what it holds itself, or from versions of another copy, and invents
+nothing.
 
     a page with one flipped bit       its checksum names the bit
     a version with one flipped bit    so does the frame's, and the block's must agree
     a leaf of by_key                  rebuilt from the newest versions in the partition's blocks
+    a block                           from another copy's versions (failover.rules.repair says
+                                      which may be taken), byte for byte as its checksums say
 
 Pure but for the pages: `PageMender` writes them. Who calls it: the store process, for what the
 scrubber finds, and for what a merge meets.
@@ -15,15 +18,17 @@ Invariants
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.model.entry import OPCODE_AT, key_of, seqno_of
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
-from vbucket.store.block import Block
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.lmdb_pages import MAIN_TABLE
@@ -33,6 +38,8 @@ from vbucket.store.store import StoreView
 
 BIT: Final = "one flipped bit was put back, as the checksum says"
 REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
+FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
+_WHOLE: Final = 1 << 62
 _READ_BYTES: Final = 4 << 20
 _MENDS_MAX: Final = 8
 """Pages on the way to one key."""
@@ -84,16 +91,62 @@ def _mend_body(mender: PageMender, key: bytes, how: list[str]) -> bool:
         )
         if _crc32c(body[start:end]) != crc
     ]  # fmt: skip
-    at = mender.place_of_value(BY_SEQNO_TABLE, key)
-    if len(bad) != 1 or at is None:
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    if len(bad) != 1 or place is None:
         return False
     start, end, crc = bad[0]
     frame = unflipped(body[start:end], crc)
     if frame is None or _crc32c(body[:start] + frame + body[end:]) != block.body_crc:
         return False
-    mender.put_bytes(at + len(found[1]) - len(body) + start, frame)
+    mender.put_bytes(place.at + place.size - len(body) + start, frame)
     how.append(BIT)
     return True
+
+
+def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> str:
+    """Mend a block with versions from another copy; return how, "" if they do not prove right.
+
+    A block whose head is sound takes those of its versions that are damaged, each by its checksum.
+    Otherwise the whole block is made of all of its versions, and the checksum of its first page,
+    which has the block's checksums, must be the one that is known. Raises OSError,
+    StoreDamagedError.
+    """
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    if place is None or place.number is None:
+        return ""
+    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
+    vb_id, first_seqno = BLOCK_KEY.unpack(key)
+    try:
+        block = Block(key, value)
+    except (StoreDamagedError, struct.error):
+        before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
+        is_first = before is None or before[0][:2] != key[:2]
+        seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
+        taken = [entry for entry in entries if seqno_of(entry) >= first_seqno]
+        made = build_blocks(
+            vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE
+        ) if taken else []  # fmt: skip
+        if len(made) != 1 or made[0][0] != key or len(made[0][1]) != place.size:
+            return ""
+        value = made[0][1]
+    else:
+        by_seqno = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
+        pieces = []
+        body = bytes(block.body)
+        for seqno, (start, end), crc in zip(
+            block.seqnos, pairwise((0, *block.ends)), block.frame_crcs, strict=True
+        ):
+            frame = body[start:end]
+            if _crc32c(frame) != crc:
+                frame = by_seqno.get(seqno, b"")
+            pieces.append(frame)
+        if _crc32c(b"".join(pieces)) != block.body_crc:
+            return ""
+        value = value[: place.size - len(body)] + b"".join(pieces)
+    if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
+        return ""
+    is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
+    return FROM_COPY if is_sound else ""
 
 
 def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:

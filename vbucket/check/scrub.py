@@ -28,7 +28,7 @@ from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import LogDamagedError, scan_segment
 from vbucket.model.entry import key_in_frame
 from vbucket.model.manifest import decode_leb128
-from vbucket.store.block import BLOCK_KEY, Block, BlockDamagedError
+from vbucket.store.block import BLOCK_KEY, Block, BlockDamagedError, block_key
 from vbucket.store.due import read_due
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import RecordDamagedError, check_records, checked_fields
@@ -131,12 +131,14 @@ class TableScrub:
     def _take(self, table: str, leaf: Leaf) -> None:
         for first, behind, why in leaf.damages:
             self._last = None
+            if table == BY_SEQNO_TABLE and behind == first + b"\0":
+                behind = self._behind_block(first, leaf)  # noqa: PLW2901 - the block's own end
             self._damages.append(_page_damage(table, first, behind, why))
         if table == BY_KEY_TABLE:
             self._check_keys(leaf)
         elif table == BY_SEQNO_TABLE:
             for key, value in leaf.found:
-                self._check_block(key, value)
+                self._check_block(key, value, leaf)
         else:
             check = _check_row if table == EXPIRY_TABLE else check_document
             for key, value in leaf.found:
@@ -144,6 +146,19 @@ class TableScrub:
                     check(table, key, value)
                 except StoreDamagedError as error:
                     self._damages.append(_record_damage(table, key, str(error)))
+
+    def _behind_block(self, key: bytes, leaf: Leaf) -> bytes:
+        """Return the key of the block after this one, whose own head may not be readable."""
+        others = [each for each, _ in leaf.found] + [each for each, _, _ in leaf.damages]
+        behind = min((each for each in others if each > key), default=leaf.behind)
+        if behind is not None and behind[:2] == key[:2]:
+            return behind
+        vb_id = int.from_bytes(key[:2], "big")
+        try:
+            record = StoreView(self._reader).partition(vb_id)
+        except StoreDamagedError:
+            record = None
+        return key if record is None else block_key(vb_id, record.last_seqno + 1)
 
     def _check_keys(self, leaf: Leaf) -> None:
         try:
@@ -155,12 +170,13 @@ class TableScrub:
                 except RecordDamagedError as error:
                     self._damages.append(_record_damage(BY_KEY_TABLE, key, str(error)))
 
-    def _check_block(self, key: bytes, value: bytes) -> None:
+    def _check_block(self, key: bytes, value: bytes, leaf: Leaf) -> None:
         try:
             block = Block(key, value)
         except (BlockDamagedError, struct.error) as error:
             self._last = None
-            self._damages.append(_block_damage(key, str(error)))
+            behind = self._behind_block(key, leaf)
+            self._damages.append(_block_damage(key, str(error), behind))
             return
         if self._last is not None and self._last[0] != block.vb_id:
             self._end_of_partition(block.vb_id)

@@ -27,12 +27,21 @@ import google_crc32c
 
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile
-from vbucket.store.lmdb.lmdb_pages import BIG_VALUE, BRANCH, FIRST_PAGE_ONLY, pages_of
+from vbucket.store.lmdb.lmdb_pages import (
+    BIG_VALUE,
+    BRANCH,
+    FIRST_PAGE_ONLY,
+    HEADER_BYTES,
+    pages_of,
+)
 from vbucket.store.lmdb.page_scan import PageScan
 
 _LEAF: Final = 2
 _PAGE_HEAD: Final = Struct("=QHHHH")
 _NODE: Final = Struct("=IHH")
+_LARGE: Final = 4
+_LARGE_HEAD: Final = Struct("=QHHI")
+"""Page number, pad, flags, how many pages."""
 _CASTAGNOLI: Final = 0x82F63B78
 _SUMMED_MAX: Final = 4
 """Of so many pages the place of a flipped bit is certain."""
@@ -116,6 +125,15 @@ class BadPage(NamedTuple):
     def is_leaf(self) -> bool:
         """Whether it has rows."""
         return self.kind == _LEAF
+
+
+class ValuePlace(NamedTuple):
+    """Where a value is in the file."""
+
+    at: int
+    size: int
+    number: int | None
+    """Its first page, if it has pages of its own."""
 
 
 class PageMender(PageScan):
@@ -208,19 +226,49 @@ class PageMender(PageScan):
         os.pwrite(self._write_fd, data, at)
         os.fdatasync(self._write_fd)
 
-    def place_of_value(self, table: str, key: bytes) -> int | None:
-        """Return where the value of a key begins in the file; None: it is not there."""
+    def place_of_value(self, table: str, key: bytes) -> ValuePlace | None:
+        """Return where the value of a key is in the file; None: it is not there.
+
+        Raises StoreDamagedError.
+        """
         leaf = self._leaf_of(table, key)
         if leaf is None:
             return None
         page = self._keys_of(table, key, leaf)
         if key not in page.keys:
             return None
-        place, _, flags = page.nodes[page.keys.index(key)]
+        place, size, flags = page.nodes[page.keys.index(key)]
         if not flags:
-            return leaf[0] * self._page_bytes + place
+            return ValuePlace(leaf[0] * self._page_bytes + place, size, None)
         raw = self._page_of(table, key, leaf[0], 1)
-        return int.from_bytes(raw[place : place + 8], "little") * self._page_bytes + 16
+        number = int.from_bytes(raw[place : place + 8], "little")
+        return ValuePlace(number * self._page_bytes + HEADER_BYTES, size, number)
+
+    def bytes_at(self, table: str, key: bytes, place: ValuePlace) -> bytes:
+        """Return the bytes of a value as they are. Raises StoreDamagedError if the disk cannot
+        read them.
+        """
+        return self._bytes(table, key, place.at, place.at + place.size)
+
+    def put_value(self, table: str, key: bytes, place: ValuePlace, value: bytes) -> bool:
+        """Write a value that has pages of its own, if the first of them has its checksum then;
+        return whether it has. Raises OSError.
+        """
+        assert place.number is not None, "it has pages of its own"
+        pages = pages_of(len(value), self._page_bytes)
+        head = _LARGE_HEAD.pack(place.number, 0, _LARGE, pages)
+        try:
+            tail = self._page_of(table, key, place.number + pages - 1, 1)
+        except StoreDamagedError:
+            tail = bytes(self._page_bytes)
+        left = pages * self._page_bytes - len(head) - len(value)
+        wanted = None if self._sums is None else self._sums.known(place.number)
+        for rest in (tail[len(tail) - left :], bytes(left)):
+            data = head + value + rest
+            if wanted == _crc32c(data[: self._page_bytes]):
+                self.put_bytes(place.number * self._page_bytes, data)
+                return True
+        return False
 
     def _put(self, table: str, key: bytes, bad: BadPage, data: bytes) -> bool:
         """Write a page if it is sound with this content."""

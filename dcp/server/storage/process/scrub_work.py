@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.check.finding import Kind
-from vbucket.check.mend import mend
+from vbucket.check.mend import mend, put_versions
 from vbucket.check.scrub import (
     AREAS,
     LOG_AREA,
@@ -126,6 +126,17 @@ class ScrubWork:
         except (StoreDamagedError, OSError):
             return False  # the pass names it
         return True
+
+    def put_versions(self, request: dict[str, Any]) -> str:
+        """Mend the block `key` with `entries` of another copy; return how, "" if that cannot be.
+        Nobody writes to the store meanwhile.
+        """
+        with suppress(StoreDamagedError, OSError):
+            if self._file is None:
+                self._file = PageFile(store_path(self._data_path))
+            with PageMender(self._file) as mender:
+                return put_versions(mender, request["key"], request["entries"])
+        return ""
 
     def _mended(self, damages: list[Damage]) -> list[Damage]:
         """Mend what can be; return the damages, those that are mended with the word how."""

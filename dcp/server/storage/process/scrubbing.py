@@ -41,6 +41,7 @@ from dcp.server.storage.process.store_queue import FAILURES, StoreQueue
 from vbucket.check.finding import ADVICE, Kind
 from vbucket.check.scrub import AREAS, Damage, ScrubPlace
 from vbucket.log.writer import LogWriter
+from vbucket.store.records import BY_SEQNO_TABLE
 from vbucket.store.store import Store
 
 SCRUB_FILE: Final = "scrub.json"
@@ -79,6 +80,8 @@ class DamageRow(msgspec.Struct):
     keys: Annotated[list[str] | None, Meta(description="From this key up to this one, if known.")]
     first_s: Annotated[_Time, Meta(description="When it was found first.")]
     last_s: Annotated[_Time, Meta(description="When it was found last.")]
+    table: Annotated[str, Meta(description="Of the store; empty: it is elsewhere.")] = ""
+    key: Annotated[str, Meta(description="A key of the table that leads to it, as hex.")] = ""
 
     @property
     def name(self) -> tuple[object, ...]:
@@ -201,8 +204,28 @@ class Scrubbing:
         hours = max(0.0, time.time() - status.ended_s) / 3600
         return f"all was read {hours:.0f} h ago; {damages}"
 
-    def forget(self, row: DamageRow) -> None:
-        """A damage was repaired."""
+    def blocks_lacking(self) -> list[DamageRow]:
+        """Return the damages that another copy's versions could mend."""
+        return [
+            row for row in self.status.damages
+            if row.table == BY_SEQNO_TABLE and row.seqnos and row.vb is not None
+        ]  # fmt: skip
+
+    async def put_versions(self, row: DamageRow, entries: list[bytes], source: str) -> bool:
+        """Mend a damage with versions of another copy; return whether that is done. Raises one of
+        FAILURES.
+        """
+        key = bytes.fromhex(row.key)
+
+        async def ask(process: StoreProcess) -> str:
+            return await process.put_versions(key, entries)
+
+        how = await self._queue.do(Work.REPAIR, ask)
+        if how:
+            self._tell_mended(row, f"{how} ({source})")
+        return bool(how)
+
+    def _forget(self, row: DamageRow) -> None:
         self.status.damages = [each for each in self.status.damages if each.name != row.name]
         self._saved_s = 0.0
 
@@ -310,7 +333,7 @@ class Scrubbing:
         for damage in damages:
             row = _row(damage, now_s)
             if damage.mended:
-                self._mended(damage, row)
+                self._tell_mended(row, damage.mended)
                 continue
             if (before := known.get(row.name)) is not None:
                 before.last_s, before.what = now_s, row.what
@@ -326,13 +349,13 @@ class Scrubbing:
             self._audit.write("damage", **facts, why=row.what)
             self._saved_s = 0.0
 
-    def _mended(self, damage: Damage, row: DamageRow) -> None:
+    def _tell_mended(self, row: DamageRow, how: str) -> None:
         """Write the receipt of a repair, and let readers look again."""
         self.status.mended += 1
-        self.forget(row)
+        self._forget(row)
         facts = {"file": row.file, "where": row.where, "vb_id": row.vb, "seqnos": row.seqnos}
-        self._log.warning("damage mended", **facts, keys=row.keys, how=damage.mended)
-        self._audit.write("repair", **facts, keys=row.keys, how=damage.mended, why=row.what)
+        self._log.warning("damage mended", **facts, keys=row.keys, how=how)
+        self._audit.write("repair", **facts, keys=row.keys, how=how, why=row.what)
         self._store.refresh()
 
     async def _save(self) -> None:
@@ -355,5 +378,5 @@ def _row(damage: Damage, now_s: float) -> DamageRow:
     what = damage.what[:TEXT_CHARS_MAX]
     return DamageRow(
         damage.kind, damage.file, damage.where, what, advice, damage.vb_id, damage.seqnos,
-        damage.keys, now_s, now_s,
+        damage.keys, now_s, now_s, damage.table, damage.key.hex(),
     )  # fmt: skip

@@ -273,6 +273,13 @@ class StoreProcess:
         request = {"op": "scrub", "place": place, "log_end": log_end, "suspects": suspects}
         return ScrubReport(*await self._request(request))
 
+    async def put_versions(self, key: bytes, entries: list[bytes]) -> str:
+        """Mend a block of `by_seqno` with versions of another copy; return how, "" if they are not
+        what was there.
+        """
+        how: str = await self._request({"op": "put_versions", "key": key, "entries": entries})
+        return how
+
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
         used_bytes: int = await self._request({"op": "used_bytes"})
@@ -469,6 +476,10 @@ class StoreWork:
         """Read a piece."""
         return self._scrub.piece(request)
 
+    def put_versions(self, request: dict[str, Any]) -> str:
+        """Mend a block."""
+        return self._scrub.put_versions(request)
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -481,6 +492,7 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "compact": StoreWork.compact,
     "load": StoreWork.load,
     "scrub": StoreWork.scrub,
+    "put_versions": StoreWork.put_versions,
     "used_bytes": StoreWork.used_bytes,
 }
 
