@@ -256,9 +256,8 @@ class Node:
         from dcp.server.cluster.peer_repair import PeerRepair
 
         repair = PeerRepair(
-            self.engine, replicated.session.view, replicated.member, replicated.identity,
-            self.access.link_tls, self._scrubbing, self._log,
-        )  # fmt: skip
+            self.engine, replicated, self.access.link_tls, self._scrubbing, self._log
+        )
         self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)

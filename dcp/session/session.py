@@ -124,8 +124,7 @@ class Session:
         self._marked: dict[int, DocumentHandler] = {}
         """Handlers that leave marks; made when marks are wanted first."""
         self._checked: dict[int, DocumentHandler] = {}
-        """Handlers with a check of rights, for users who may not read and write everything. Made
-        when the first such user needs them."""
+        """Handlers with a check, for users with fewer rights; made when the first needs them."""
         self._counting = CountedHandlers(state)
         self._connection = connection = ConnectionCommands(state)
         self._updates = updates = UpdateCommands(state, self._documents)

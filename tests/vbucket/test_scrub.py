@@ -167,7 +167,7 @@ def test_one_flipped_bit_anywhere_in_a_page_is_put_back(copy: Path) -> None:
         page for table in layout.values() for page in (*table.leaves, *table.branches, *table.large)
     ]
     pages += [page + 1 for page in layout[BY_SEQNO_TABLE].large][:-8]
-    for page in draw.sample(pages, 60):
+    for page in draw.sample(pages, 25):
         data = bytearray(whole)
         data[page * PAGE_BYTES + draw.randrange(PAGE_BYTES)] ^= 1 << draw.randrange(8)
         (copy / "data.mdb").write_bytes(data)

@@ -130,15 +130,19 @@ class TableScrub:
 
     def _take(self, table: str, leaf: Leaf) -> None:
         for first, behind, why in leaf.damages:
-            self._last = None
-            if table == BY_SEQNO_TABLE and behind == first + b"\0":
+            is_block = table == BY_SEQNO_TABLE and behind == first + b"\0"
+            if is_block:
                 behind = self._behind_block(first, leaf)  # noqa: PLW2901 - the block's own end
-            self._damages.append(_page_damage(table, first, behind, why))
+            self._damages.append(_page_damage(table, first, behind, why, is_block=is_block))
         if table == BY_KEY_TABLE:
             self._check_keys(leaf)
         elif table == BY_SEQNO_TABLE:
-            for key, value in leaf.found:
-                self._check_block(key, value, leaf)
+            unread = [(first, None) for first, _, _ in leaf.damages]
+            for key, value in sorted([*leaf.found, *unread]):
+                if value is None:
+                    self._last = None  # nobody knows where this one ends
+                else:
+                    self._check_block(key, value, leaf)
         else:
             check = _check_row if table == EXPIRY_TABLE else check_document
             for key, value in leaf.found:
@@ -271,10 +275,12 @@ def _check_row(_table: str, row: bytes, value: bytes) -> None:
     read_due(row, value)
 
 
-def _page_damage(table: str, first: bytes, behind: bytes | None, why: str) -> Damage:
+def _page_damage(
+    table: str, first: bytes, behind: bytes | None, why: str, *, is_block: bool
+) -> Damage:
     """Name what a damaged page has: the keys from the first one up to the one behind it."""
     if table == BY_SEQNO_TABLE:
-        return _block_damage(first, why, behind, kind=Kind.PAGES)
+        return _block_damage(first, why, behind, kind=Kind.BLOCK if is_block else Kind.PAGES)
     return _record_damage(table, first, why, behind, kind=Kind.PAGES)
 
 

@@ -21,17 +21,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from dcp.server.access.link_tls import LinkTls
-from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.joining.link_try import fault_of
 from dcp.server.cluster.member_link import NodeLogin
 from dcp.server.cluster.node_map import tls_address_of
+from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.cluster.version_request import VersionsRequest
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.process.scrubbing import DamageRow, Scrubbing
 from dcp.server.storage.process.store_queue import FAILURES
 from dcp.session.version_reads import VersionsRead
 from failover.coordinator.records import MemberRecord
-from failover.coordinator.view import ClusterView
 from failover.rules.repair import why_not_taken
 from vbucket.engine.engine import Engine
 from vbucket.log.record import LogDamagedError, split_entries
@@ -48,18 +47,16 @@ class PeerRepair:
     def __init__(
         self,
         engine: Engine,
-        view: ClusterView,
-        member: str,
-        identity: ClusterFile,
+        replicated: ReplicatedNode,
         tls: LinkTls | None,
         scrubbing: Scrubbing,
         log: EventLog,
     ) -> None:
-        """`member` is this node's id."""
         self._engine = engine
-        self._view = view
-        self._member = member
-        self._identity = identity
+        self._core = replicated.core
+        self._view = replicated.session.view
+        self._member = replicated.member
+        self._identity = replicated.identity
         self._tls = tls
         self._scrubbing = scrubbing
         self._log = log
@@ -70,6 +67,8 @@ class PeerRepair:
         """Mend what can be, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
+            for damage in self._core.take_damages():
+                self._scrubbing.met(damage)
             now_s = time.monotonic()
             rows = self._scrubbing.blocks_lacking()
             tried = {row.name: self._tried_s.get(row.name, now_s - AGAIN_S) for row in rows}

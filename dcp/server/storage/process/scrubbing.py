@@ -204,11 +204,15 @@ class Scrubbing:
         hours = max(0.0, time.time() - status.ended_s) / 3600
         return f"all was read {hours:.0f} h ago; {damages}"
 
+    def met(self, damage: str) -> None:
+        """Somebody met damage: look at its partition next."""
+        self._meter.met_damage(damage)
+
     def blocks_lacking(self) -> list[DamageRow]:
         """Return the damages that another copy's versions could mend."""
         return [
             row for row in self.status.damages
-            if row.table == BY_SEQNO_TABLE and row.seqnos and row.vb is not None
+            if row.kind == Kind.BLOCK and row.table == BY_SEQNO_TABLE and row.vb is not None
         ]  # fmt: skip
 
     async def put_versions(self, row: DamageRow, entries: list[bytes], source: str) -> bool:
