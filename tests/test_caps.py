@@ -67,7 +67,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 330),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
-    "a scrubber that finds damage, and mends it, also from other copies": Feature(11, 2290),
+    "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

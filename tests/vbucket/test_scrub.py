@@ -27,6 +27,7 @@ from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.page_mend import PageMender, flipped_bit
 from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -244,6 +245,21 @@ def test_a_checksum_names_the_bit_that_is_flipped(data: bytes, at: int, bit: int
     flipped = bytearray(data)
     flipped[at] ^= 1 << bit
     assert flipped_bit(bytes(flipped), google_crc32c.value(data)) == 8 * at + bit
+
+
+def test_a_bit_that_the_checksum_of_its_page_was_made_of(copy: Path) -> None:
+    """The file of checksums was lost, and made of the damage: the version's own tells."""
+    large = layout_of(copy)[BY_SEQNO_TABLE].large
+    before = pairs_in(copy, BY_SEQNO_TABLE)
+    (copy / SUMS_FILE_NAME).unlink()
+    data = bytearray((copy / "data.mdb").read_bytes())
+    for page in sorted(large)[:3]:
+        data[page * PAGE_BYTES + PAGE_BYTES - 9] ^= 4
+    (copy / "data.mdb").write_bytes(data)
+    LmdbEnv(copy, TABLES, map_size_bytes=1 << 30).close()
+    assert [how for _, how in mended(copy)] == [BIT] * 3
+    assert damages_in(copy) == []
+    assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 
 def test_a_checksum_that_no_page_has_names_no_bit() -> None:

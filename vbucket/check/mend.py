@@ -98,7 +98,7 @@ def _mend_body(mender: PageMender, key: bytes, how: list[str]) -> bool:
     frame = unflipped(body[start:end], crc)
     if frame is None or _crc32c(body[:start] + frame + body[end:]) != block.body_crc:
         return False
-    mender.put_bytes(place.at + place.size - len(body) + start, frame)
+    mender.put_part(BY_SEQNO_TABLE, key, place, place.size - len(body) + start, frame)
     how.append(BIT)
     return True
 

@@ -226,6 +226,17 @@ class PageMender(PageScan):
         os.pwrite(self._write_fd, data, at)
         os.fdatasync(self._write_fd)
 
+    def put_part(self, table: str, key: bytes, place: ValuePlace, at: int, data: bytes) -> None:
+        """Write a part of a value, from a place in it on, that the caller has proven. The page
+        matched its checksum before: then the checksum was made of the damage, and follows.
+        Raises OSError, StoreDamagedError.
+        """
+        self.put_bytes(place.at + at, data)
+        number = place.number if place.number is not None else place.at // self._page_bytes
+        crc = _crc32c(self._page_of(table, key, number, 1))
+        if self._sums is not None and self._sums.known(number) not in {None, crc}:
+            self._sums.put(number, crc)
+
     def place_of_value(self, table: str, key: bytes) -> ValuePlace | None:
         """Return where the value of a key is in the file; None: it is not there.
 
