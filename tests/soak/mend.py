@@ -118,11 +118,9 @@ class Load:
     async def write(self, key: int) -> None:
         """Write the next version of a key."""
         version = self.versions.get(key, 0) + 1
-        try:
+        self.unsure.add(key)  # until it is answered, also if the run ends before that
+        with suppress(DcpdError):
             await self._kv.set(b"key %d" % key, value_of(key, version))
-        except DcpdError:
-            self.unsure.add(key)
-        else:
             self.versions[key] = version
             self.unsure.discard(key)
 
@@ -225,7 +223,7 @@ async def soak(folder: Path, *, damages: int, seed: int) -> Tally:
     """Make so many damages, one after the other, under load."""
     results: Counter[tuple[str, str, str]] = Counter()
     longest_s = 0.0
-    async with ClusterHere(folder, partitions=PARTITIONS) as cluster:
+    async with ClusterHere(folder, partitions=PARTITIONS, item_cache_bytes=0) as cluster:
         for name, copies in (("n1", 2), ("n2", 0)):
             await cluster.start(name)
             await cluster.become_member(name, copies=copies)

@@ -62,6 +62,24 @@ def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
     async def scrub_start(_request: Request) -> Response:
         return json_answer(scrubbing.start())
 
+    return [
+        _repair_route(scrubbing),
+        RouteSpec(
+            "GET", "/api/v1/scrub", scrub_status, answer=ScrubStatus,
+            summary="Show how far the scrubber is, and what is damaged.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/scrub", scrub_start, answer=ScrubStatus,
+            summary="Have the scrubber read all that is stored now; answer at once.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/compact", compact, body=CompactRequest, answer=CompactionReport,
+            summary="Compact partitions now; answer when it is done.",
+        ),
+    ]  # fmt: skip
+
+
+def _repair_route(scrubbing: Scrubbing) -> RouteSpec:
     async def repair(request: Request) -> Response:
         body = await read_body(request, RepairRequest)
         try:
@@ -93,25 +111,15 @@ def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
             )
         return json_answer(scrubbing.status)
 
-    return [
-        RouteSpec(
-            "POST", "/api/v1/repair", repair, body=RepairRequest, answer=ScrubStatus,
-            summary="Put versions of an archive in place of a damaged block, if the checksums that"
-            " are known of it prove that they are what was there.",
-        ),
-        RouteSpec(
-            "GET", "/api/v1/scrub", scrub_status, answer=ScrubStatus,
-            summary="Show how far the scrubber is, and what is damaged.",
-        ),
-        RouteSpec(
-            "POST", "/api/v1/scrub", scrub_start, answer=ScrubStatus,
-            summary="Have the scrubber read all that is stored now; answer at once.",
-        ),
-        RouteSpec(
-            "POST", "/api/v1/compact", compact, body=CompactRequest, answer=CompactionReport,
-            summary="Compact partitions now; answer when it is done.",
-        ),
-    ]  # fmt: skip
+    return RouteSpec(
+        "POST",
+        "/api/v1/repair",
+        repair,
+        body=RepairRequest,
+        answer=ScrubStatus,
+        summary="Put versions of an archive in place of a damaged block, if the checksums that"
+        " are known of it prove that they are what was there.",
+    )
 
 
 def _duration(text: str | None, name: str, setting: str) -> float | None:
