@@ -36,6 +36,8 @@ VALUE_BYTES: Final = 900
 FAULTS: Final = ("flip", "zero", "sector", "misdirected", "stale")
 MENDED_ALWAYS: Final = {"keys leaf", "versions block"}
 """Where everything is mended, whatever the fault is."""
+MENDED_S: Final = 60
+"""Within this time: a copy that does not answer is asked again after some seconds."""
 MENDED_FLIPS: Final = {
     "keys branch", "versions leaf", "versions branch", "state leaf", "failover leaf"
 }  # fmt: skip
@@ -162,7 +164,8 @@ class Damager:
         page, fault = self._draw.choice(pages[place]), self._draw.choice(FAULTS)
         start = page * PAGE_BYTES
         if place == "versions block" and fault != "stale":
-            start += self._draw.choice((0, PAGE_BYTES))
+            own_pages = int.from_bytes(data[start + 12 : start + 16], "little")
+            start += PAGE_BYTES * self._draw.randrange(min(2, own_pages))
         before = data[start : start + PAGE_BYTES]
         after = bytearray(before)
         if fault == "flip":
@@ -207,7 +210,7 @@ async def one(node: Node, damager: Damager) -> tuple[Hit, str, float] | None:
     scrubbing.start()
     await until_so(lambda: status.passes > passes)
     with suppress(TimeoutError):  # blocks come from the other copy a moment later
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(MENDED_S if hit.place in MENDED_ALWAYS else 1):
             await until_so(lambda: not status.damages)
     took_s = time.monotonic() - began_s
     if status.damages:
