@@ -103,7 +103,7 @@ def test_last_copy_in_sync_is_lost_and_given_up(cluster: DcpCluster) -> None:
     until(lambda: is_down(cluster, "n2"))
     look, act = blocks("The last copy in sync is lost")
     told = paste(cluster, look)
-    assert "n1 may not lead: it is not in sync" in told
+    assert "n1 may not become master: it is not in sync" in told
     assert "copies that may take over, with what they have" in told
     assert "unclean" in paste(cluster, act)
     until(lambda: cluster.masters()[VB] in {"n1", "n3"})
