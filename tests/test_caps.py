@@ -66,6 +66,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "documents as of a moment": Feature(1, 111),
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 332),
+    "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
