@@ -550,7 +550,7 @@ class Replica:
         self._raise_watermarks((vb_id,))
         self._was_welcomed()
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
@@ -562,7 +562,7 @@ class Replica:
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
         try:
-            if not self._keep(part, epoch, seqno):
+            if not self._keep(part, epoch, shared_seqno):
                 return
         except StoreDamagedError as error:
             self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")

@@ -70,6 +70,11 @@ def test_cancellation_that_is_asked_again_does_without_the_dead() -> None:
     assert _kept_chain(lacking, 3, "ab") == ("c", "d", "e")
     assert _kept_chain(lacking, 3, "abd") == ("c", "e"), "a new copy is made elsewhere"
     assert _kept_chain(lacking, 3, "abcde") == ("a", "c", "e")
+    filling = add_copy(lacking, "f")
+    assert _kept_chain(filling, 3, "b") == ("a", "c", "e"), "a full copy goes before one that fills"
+    assert _kept_chain(filling, 3, "abd") == ("c", "e", "f"), "it takes the place of a dead one"
+    assert _kept_chain(filling, 3, "abdf") == ("c", "e")
+    assert _kept_chain(filling, 3, "abcde") == ("a", "c", "e")
 
 
 def _prepared(answer: Answer) -> Prepared:
