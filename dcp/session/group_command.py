@@ -61,6 +61,17 @@ class GroupRecord(NamedTuple):
     """Partition -> the member that follows it; empty without members."""
 
 
+def group_in(value: bytes) -> GroupRecord:
+    """Return what a group's document has. Raises ValueError for one that is somebody else's."""
+    try:
+        found = msgspec.json.decode(value, type=dict)
+        members = [str(name) for name in found["members"]]
+        owners = [members[at] for at in found["owners"]]
+        return GroupRecord(int(found["epoch"]), members, owners)
+    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise ValueError(f"the document of this name is no group: {error}") from error
+
+
 def owners_after(before: list[str], members: list[str], count: int) -> list[str]:
     """Return who follows each of `count` partitions, by who did: no member has two more than
     another one, and no more partitions change hands than that needs. Pure.
@@ -159,14 +170,9 @@ class GroupCommand:
         if entry is None:
             return GroupRecord(0, [], [])
         try:
-            found = msgspec.json.decode(plain_value(entry), type=dict)
-            members = [str(name) for name in found["members"]]
-            owners = [members[at] for at in found["owners"]]
-            return GroupRecord(int(found["epoch"]), members, owners)
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
-            raise RefusedError(
-                Status.EINVAL, f"the document of this name is no group: {error}"
-            ) from error
+            return group_in(plain_value(entry))
+        except ValueError as error:
+            raise RefusedError(Status.EINVAL, str(error)) from error
 
     def _leases(self, part: Partition, key: bytes) -> dict[str, tuple[int, int]]:
         known = self._state.hub.group_leases
