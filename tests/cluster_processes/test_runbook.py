@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -120,6 +121,11 @@ def test_a_slow_node_is_emptied_and_gets_its_part_back(cluster: DcpCluster) -> N
     paste(cluster, rest)
     until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
     assert "n2" in cluster.masters().values()
+    audits = [node.data / "audit.log" for node in cluster.nodes.values()]
+    rows = [json.loads(line) for audit in audits for line in audit.read_text().splitlines()]
+    who = {row["action"]: row["user"] for row in rows if row["event"] == "admin"}
+    verbs = ("drain", "undrain", "rebalance")
+    assert {who[f"POST /api/v1/cluster/{verb}"] for verb in verbs} == {"guest"}
 
 
 def test_all_nodes_lose_power(cluster: DcpCluster) -> None:
