@@ -27,6 +27,7 @@ from msgspec import Meta
 from dcp.session.access.rights import split_key
 from dcp.session.request_frames import refuse_stray
 from dcp.session.state import SessionState
+from dcp.stream.group_leases import Leases
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
@@ -40,8 +41,6 @@ MEMBERS_MAX: Final = 1024
 """One for each partition."""
 LEASE_MIN_MS: Final = 200
 LEASE_MAX_MS: Final = 600_000
-GROUPS_MAX: Final = 1_000
-"""Groups with leases in memory; those that ended make room."""
 
 
 class GroupBeat(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,14 +92,12 @@ def owners_after(before: list[str], members: list[str], count: int) -> list[str]
 
 def after_beat(
     record: GroupRecord,
-    leases: dict[str, tuple[int, int]],
+    leases: Leases,
     beat: GroupBeat,
     now_ns: int,
     count: int,
 ) -> GroupRecord:
-    """Return the group of `count` partitions after a beat, and set `leases`: member -> when it has
-    beaten last, and for how long that holds. Pure.
-    """
+    """Return the group of `count` partitions after a beat, and set its `leases`. Pure."""
     lease_ns = beat.lease_ms * 1_000_000
     known = {name: leases.get(name, (now_ns, lease_ns)) for name in record.members}
     known[beat.member] = now_ns, 0 if beat.leaves else lease_ns
@@ -145,7 +142,7 @@ class GroupCommand:
             raise RefusedError(Status.ETMPFAIL, "the partition takes no writes now; try again")
         stored = DEFAULT_COLLECTION_PREFIX + key
         record = self._record(part, stored)
-        leases = self._leases(part, key)
+        leases = state.hub.group_leases.of(key, part)
         after = after_beat(record, leases, told, engine.now_ns, engine.num_vbuckets)
         if len(after.members) > MEMBERS_MAX:
             raise RefusedError(Status.E2BIG, f"a group has at most {MEMBERS_MAX} members")
@@ -173,10 +170,3 @@ class GroupCommand:
             return group_in(plain_value(entry))
         except ValueError as error:
             raise RefusedError(Status.EINVAL, str(error)) from error
-
-    def _leases(self, part: Partition, key: bytes) -> dict[str, tuple[int, int]]:
-        known = self._state.hub.group_leases
-        about = key, part.vb_uuid, part.leader_epoch
-        if about not in known and len(known) >= GROUPS_MAX:
-            del known[next(iter(known))]  # its members get whole leases with their next beat
-        return known.setdefault(about, {})
