@@ -68,6 +68,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "dcpctl explain partition": Feature(2, 332),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
+    "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

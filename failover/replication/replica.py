@@ -609,6 +609,7 @@ class Replica:
     def _cut(self, part: Partition, seqno: int) -> None:
         """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
         log = part.failover.cut(seqno)
+        self._changes.forget(part.vb_id)
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
