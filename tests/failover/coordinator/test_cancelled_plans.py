@@ -79,7 +79,7 @@ def test_cancellation_that_is_asked_again_does_without_the_dead() -> None:
     assert _kept_chain(lacking, 3, "abcde") == ("a", "c", "e")
 
 
-def test_who_comes_back_into_sync_stays_although_it_was_done_without() -> None:
+def test_who_comes_back_into_sync_stays_in_a_cancellation() -> None:
     """It was down when the cancellation was asked for again; the cluster wants three copies."""
     cluster = _with_cancellation()
     members = "cad"
