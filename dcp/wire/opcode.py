@@ -342,8 +342,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.X_GROUP_BEAT: OpSpec(
         _P, "-", "key _dcpd:group:NAME, value JSON",
-        "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch"
-        " and members. For the master of the key's partition",
+        "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch,"
+        " members, and the partitions of this one. For the master of the key's partition",
     ),
     Opcode.X_READ_VERSIONS: OpSpec(
         _P, "u64 first, u64 last seqno", "-",

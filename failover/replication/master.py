@@ -42,6 +42,7 @@ from failover.replication.messages import (
     ReplicaPosition,
     StoreSeen,
     Welcome,
+    common_format,
     decode,
     encode,
     pack_rollback,
@@ -354,7 +355,7 @@ class Master:
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
         """See ReplicationPort."""
         peer: Greeting = decode(greeting, Greeting)
-        if peer.format != FORMAT:
+        if not common_format(peer.format, peer.oldest):
             raise ReplicationError(
                 f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"

@@ -78,7 +78,10 @@ from vbucket.model.entry import (
 from vbucket.model.ids import SEQNO_MAX
 
 FORMAT: Final = 4
-"""Version of these messages; nodes with different ones do not replicate."""
+"""The newest version of these messages that this dcpd speaks."""
+FORMAT_OLDEST: Final = 4
+"""The oldest one: each dcpd also speaks the newest of the version before it, so that the nodes of a
+cluster can be upgraded one after the other."""
 _ENTRIES_EXTRAS: Final = Struct(">QQIQQ")
 """Number, question, CRC-32C of the value, and a `StoreSeen`."""
 _GROUP_EXTRAS: Final = Struct(">QQIQQ?")
@@ -175,15 +178,26 @@ class GroupMessage(NamedTuple):
     """Whether the master had synced the group when it sent it."""
 
 
+def common_format(newest: int, oldest: int) -> int:
+    """Return the newest format that this dcpd and one that speaks from `oldest` to `newest` have in
+    common: the two speak that. 0: there is none.
+    """
+    common = min(FORMAT, newest)
+    return common if common >= max(FORMAT_OLDEST, oldest) else 0
+
+
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The value of the control `x_replicate`: who wants to replicate."""
 
     format: int
+    """The newest that it speaks."""
     cluster: str
     member: str
     incarnation: int
     master: str
     """The member that it wants to reach: another folder may be served at the same address now."""
+    oldest: int = FORMAT_OLDEST
+    """The oldest format that it speaks."""
 
 
 class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

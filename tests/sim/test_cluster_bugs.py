@@ -40,7 +40,7 @@ LONG_FIRST = {"snapshot_dies": 0, "last_in_sync": 13}
 FOUND_BY = {
     "hw-counts-received": (1, "in the in-sync set"),
     "old-epoch-counts": (5, "in the in-sync set"),
-    "shrink-counts-early": (4, "at the same time"),
+    "shrink-counts-early": (52, "at the same time"),
     "joins-early": (32, "in the in-sync set"),
     "truncates-to-hw": (6, "in the in-sync set"),
     "no-version": (17, "follows"),
@@ -53,7 +53,7 @@ FOUND_BY = {
     "promoted-at-once": (45, "at the same time"),
     "applied-not-mine": (17, "is not linearizable"),
     "unknown-sent-again": (28, "in the in-sync set"),
-    "deposed-keeps-streams": (4, "stands still"),
+    "deposed-keeps-streams": (7, "stands still"),
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),

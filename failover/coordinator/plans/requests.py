@@ -215,8 +215,7 @@ def set_cluster(
 def cancel(view: ClusterView, stamp: Stamp) -> Answer:
     """Stop the plan that is under way. Copies that are being filled are given up, and partitions
     with too many copies lose the surplus. None has fewer copies in sync than before the plan. A
-    cancellation that waits for a dead node can be asked for again, and does without that node; a
-    copy that is being filled then takes its place.
+    cancellation that waits for a dead node can be asked for again, and does without that node.
     """
     stored = view.plan
     if stored is None:
@@ -299,14 +298,9 @@ def _set_words(before: ClusterRecord, after: ClusterRecord) -> str:
 def _kept_chain(
     record: ReplicationRecord, count: int, without: Collection[str] = frozenset()
 ) -> Chain:
-    """Return the copies that a cancelled move leaves, without those members if there are others.
-    Copies that are being filled are given up, but for those that take the place of such a member.
-    """
-    before = [member for member in record.copies if member not in record.filling]
-    full = [member for member in before if member not in without] or before
-    if len(full) < min(count, len(before)):
-        full += [member for member in record.copies if member in record.filling.difference(without)]
-        count = min(count, len(before))
+    """Return the copies that a cancelled move leaves, without those members if there are others."""
+    full = [member for member in record.copies if member not in record.filling]
+    full = [member for member in full if member not in without] or full
     ranked = sorted(full, key=lambda member: (member != record.master, member not in record.isr))
     kept = set(ranked[: max(count, 1)])
     return tuple(member for member in record.copies if member in kept)
