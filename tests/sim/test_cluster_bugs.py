@@ -45,7 +45,7 @@ FOUND_BY = {
     "truncates-to-hw": (6, "in the in-sync set"),
     "no-version": (17, "follows"),
     "handover-unchecked": (0, "has another change with seqno"),
-    "old-record-believed": (150, "documents, and it counts"),
+    "old-record-believed": (188, "in the in-sync set"),
     "forgets-seen": (0, "in the in-sync set"),
     "unseen-shrink": (0, "in the in-sync set"),
     "streams-show-synced": (0, "was committed"),
