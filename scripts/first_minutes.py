@@ -59,16 +59,21 @@ def longest_silence(began_s: float, said_s: Iterable[float], ended_s: float) -> 
 
 
 class Terminal:
-    """A bash on a terminal of its own. `type` gives it a line, as a person does."""
+    """A bash on a terminal of its own. `type` gives it a line, as a person does. A command that is
+    not over after `limit_s` is an error.
+    """
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str], limit_s: float = COMMAND_MAX_S
+    ) -> None:
+        self._limit_s = limit_s
         self._pid, self._fd = pty.fork()
         if not self._pid:
             os.chdir(folder)
             words = ["bash", "--noprofile", "--norc", "-i"]
             os.execvpe("bash", words, environment | {"PS1": "<<ready $?>>", "PS2": ""})
         self._text = b""
-        self._wait_for_prompt(COMMAND_MAX_S)
+        self._wait_for_prompt()
         self.type("stty -echo; bind 'set enable-bracketed-paste off'")
 
     def type(self, command: str) -> Typed:
@@ -77,18 +82,18 @@ class Terminal:
         began_s = time.monotonic()
         os.write(self._fd, command.encode() + b"\n")
         if command == ENDLESS:
-            self._read(COMMAND_MAX_S)
+            self._read(self._limit_s)
             time.sleep(1.0)
             os.write(self._fd, b"\x03")
-        code, said_s = self._wait_for_prompt(COMMAND_MAX_S)
+        code, said_s = self._wait_for_prompt()
         ended_s = time.monotonic()
         text = PROMPT.sub(b"", self._text).decode(errors="replace").replace("\r", "")
         silence_s = longest_silence(began_s, said_s, ended_s)
         return Typed(command, ended_s - began_s, silence_s, code, text)
 
-    def _wait_for_prompt(self, limit_s: float) -> tuple[int, list[float]]:
+    def _wait_for_prompt(self) -> tuple[int, list[float]]:
         said_s = []
-        give_up_s = time.monotonic() + limit_s
+        give_up_s = time.monotonic() + self._limit_s
         while (prompt := PROMPT.search(self._text)) is None:
             self._read(give_up_s - time.monotonic())
             said_s.append(time.monotonic())

@@ -7,6 +7,7 @@ Being here puts tests/ on the import path, so that `support` can be imported.
 import fcntl
 import gc
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # Tests start hundreds of processes. Without bytecode each would compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell gives what it starts in the background an ignored SIGINT, which programs inherit. Tests
+# type Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOGETHER = {"tests/spark": "Spark"}
 """Folders whose tests stay in one worker, because they share what is expensive to make."""

@@ -44,7 +44,7 @@ class Feature(NamedTuple):
 
 FEATURES: Final[dict[str, Feature]] = {
     "retention for named consumers": Feature(6, 1045),
-    "groups that live": Feature(2, 369),
+    "groups that live, dcpctl consumer groups": Feature(3, 526),
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
     "streams from copies that are not masters": Feature(1, 340),
@@ -65,8 +65,10 @@ FEATURES: Final[dict[str, Feature]] = {
     "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),
     "documents as of a moment": Feature(1, 111),
     "settings that change while the server runs": Feature(2, 160),
-    "dcpctl explain partition": Feature(2, 330),
+    "dcpctl explain partition": Feature(2, 332),
+    "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
+    "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

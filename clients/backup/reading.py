@@ -18,11 +18,12 @@ from typing import Final, NamedTuple
 from clients.backup.archives.archive import Archive
 from clients.backup.archives.archive_errors import ArchiveFormatError, PointError
 from clients.backup.archives.archive_manifest import RunRecord, SegmentRecord
-from clients.backup.archives.chunk import Section
+from clients.backup.archives.chunk import Section, frames_of
 from clients.backup.archives.legs import Interval, end_of, intervals, newest_whole, whole_states
 from clients.backup.archives.point import Point, chain_of
 from clients.backup.archives.segment import DamagedError, Footer, parse_chunk
 from clients.backup.strip import Stretch, Strip
+from failover.rules.history import FailoverLog, Version
 
 CACHE_BYTES: Final = 32 * 1024 * 1024
 """Size of the chunk cache. Each chunk is read twice, shared ones by many partitions."""
@@ -168,6 +169,29 @@ class PointReader:
         is_all = newest.is_all and not names_winners
         winners = None if is_all else set(newest.seqnos.values())
         return View(vb_id, wanted, seqno, parts, winners, damages)
+
+    def versions(self, vb_id: int, upto_seqno: int) -> Iterator[tuple[int, bytes]]:
+        """Yield seqno and frame of the changes of a partition that the archive has of its newest
+        history, in seqno order. What is damaged is left out.
+        """
+        chain = chain_of(self._runs, vb_id)
+        parts, _ = self._parts(vb_id, intervals(chain, min(upto_seqno, end_of(chain))))
+        for part in parts:
+            data = self._chunk(part)
+            if data is not None:
+                for seqno, start, stop in frames_of(data, part.section):
+                    if part.low_seqno < seqno <= part.high_seqno:
+                        yield seqno, data[start:stop]
+
+    def history(self, vb_id: int) -> tuple[int, FailoverLog] | None:
+        """Return up to which seqno the archive has a partition, and the versions of that history;
+        None: it has nothing of it.
+        """
+        chain = chain_of(self._runs, vb_id)
+        versions = next((each.leg.versions for each in reversed(chain) if each.leg.versions), None)
+        if versions is None:
+            return None
+        return end_of(chain), FailoverLog(tuple(Version(*version) for version in versions))
 
     def frames(self, view: View) -> Iterator[Frame]:
         """Yield the newest versions in seqno order."""

@@ -97,6 +97,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "partitions.storage_commands:compact",
         "Free the space of old versions and deletions.",
     ),
+    "scrub": (
+        "partitions.storage_commands:scrub",
+        "Read all that is stored, and name damage.",
+    ),
+    "repair": (
+        "partitions.repair_command:repair",
+        "Take what is damaged from a backup.",
+    ),
     "cluster": ("cluster.cluster_commands:cluster", "Create and operate a cluster of nodes."),
     "stream": ("changes.stream_commands:stream", "List, slow, stop and end streams of consumers."),
     "consumer": (

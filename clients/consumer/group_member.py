@@ -31,7 +31,7 @@ from clients.address import ServerAddress
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.options import ConsumerOptions, options_of
-from clients.errors import DcpdError, EpochGoneError
+from clients.errors import TRANSIENT, DcpdError, EpochGoneError
 from clients.kv.client import KvClient
 from clients.operation import Document
 from clients.position import Position
@@ -41,6 +41,8 @@ from vbucket.model.consumer_documents import GROUP_PREFIX
 LEASE_S: Final = 1.2
 """A member that dies is out after this, and the others know one beat later: 1.5 s together."""
 BEATS_PER_LEASE: Final = 4
+REOPEN_S: Final = 0.5
+"""Pause before a member that could not begin with its share tries again."""
 _log: Final = logging.getLogger("dcpd.consumer")
 
 
@@ -116,8 +118,10 @@ class GroupMember:
 
         `begin(share)`, plain or async, is called first with each share: it fences older epochs,
         and returns the stored positions. If a later epoch has fenced this one, it raises
-        EpochGoneError, and the next share is waited for.
+        EpochGoneError, and the next share is waited for. While a partition of the share has no
+        master, the member tries again, `begin` too; with `give_up_after_s` for that long.
         """
+        failing_since_s: float | None = None
         while True:
             share, changed = self.share, self._changed
             if share is None or not share.vbuckets:
@@ -130,7 +134,20 @@ class GroupMember:
                 await changed.wait()
                 continue
             options = options_of(self._options, {"vbuckets": share.vbuckets, "start": start})
-            async with Consumer(self._server, options) as consumer:
+            consumer = Consumer(self._server, options)
+            try:
+                await consumer.open()
+            except TRANSIENT as error:
+                failing_since_s = failing_since_s or time.monotonic()
+                give_up_s = options.give_up_after_s
+                if give_up_s is not None and time.monotonic() - failing_since_s > give_up_s:
+                    raise
+                _log.warning("a member cannot begin with its share yet: %s", error)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), REOPEN_S)
+                continue
+            failing_since_s = None
+            async with consumer:
                 async for delivery in _until(changed, consumer.deliveries()):
                     yield share, delivery
             if not changed.is_set():
@@ -157,13 +174,7 @@ class GroupMember:
             raise found
         assert isinstance(found, Document)
         group = json.loads(found.value)
-        members = tuple(group["members"])
-        mine: tuple[int, ...] = ()
-        if self.member in members:
-            assert self._kv.topology is not None  # it was asked
-            count = self._kv.topology.num_vbuckets
-            mine = tuple(range(members.index(self.member), count, len(members)))
-        self._take(Share(group["epoch"], mine, members))
+        self._take(Share(group["epoch"], tuple(group["vbuckets"]), tuple(group["members"])))
 
     def _take(self, share: Share | None) -> None:
         if share != self.share:

@@ -7,6 +7,8 @@
     LOAD           documents of a restore into the store            (storage.loading)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
+    REPAIR         versions of another copy in place of damaged ones (cluster.peer_repair)
+    SCRUB          reads what nobody asks for, and looks for damage (storage.process.scrubbing)
 
     wants(work, now_s)                   work of this kind waits for its turn
     gives_up(work)                       it does not wait any more
@@ -107,9 +109,11 @@ class Work(IntEnum):
     LOAD = 2
     PLAN = 3
     COMPACTION = 4
+    REPAIR = 5
+    SCRUB = 6
 
 
-RATIO: Final = {Work.MERGE: 1.0, Work.LOAD: 0.6, Work.COMPACTION: 0.6}
+RATIO: Final = {Work.MERGE: 1.0, Work.LOAD: 0.6, Work.COMPACTION: 0.6, Work.SCRUB: 0.05}
 """What a kind is owed for a second of more urgent work. Dropping a version takes half as long as
 merging one, so compaction keeps up even if merges follow each other without a pause."""
 _ACCOUNT: Final = {
@@ -117,6 +121,8 @@ _ACCOUNT: Final = {
     Work.LOAD: Work.LOAD,
     Work.PLAN: Work.COMPACTION,
     Work.COMPACTION: Work.COMPACTION,
+    Work.REPAIR: Work.SCRUB,
+    Work.SCRUB: Work.SCRUB,
 }
 """Whose time a kind spends: plans and compactions are parts of the same job."""
 

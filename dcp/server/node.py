@@ -75,6 +75,7 @@ from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.process.loading import Loading
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import StoreQueue
 from dcp.server.storage.process.store_supervisor import StoreSupervisor
@@ -168,6 +169,7 @@ class Node:
         self._periodic_sync: PeriodicSync
         self._merging: Merging
         self._compaction: Compaction
+        self._scrubbing: Scrubbing
         self._backpressure: Backpressure
         self._loading: Loading
         self._pager: Pager
@@ -251,7 +253,12 @@ class Node:
             self._config.publish(self.ports)
             return
         from dcp.server.cluster.joining.becoming_member import own_record
+        from dcp.server.cluster.peer_repair import PeerRepair
 
+        repair = PeerRepair(
+            self.engine, replicated, self.access.link_tls, self._scrubbing, self._log
+        )
+        self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
 
@@ -323,6 +330,8 @@ class Node:
                 kick=self._committer.kick, interval_s=settings.expiry_interval_s,
             )  # fmt: skip
             self._writing.append(self._tasks.begin(self._housekeeping.repeat("expiry", expire)))
+        scrub = self._housekeeping.repeat("scrub", self._scrubbing.run)
+        self._writing.append(self._tasks.begin(scrub))
         if settings.compact_interval_s:
             compact = self._housekeeping.repeat("compaction", self._compaction.run)
             self._writing.append(self._tasks.begin(compact))
@@ -380,6 +389,10 @@ class Node:
             engine, FloorCycle(engine, storage.store, self._hub), self._hub, commits, merging,
             self._store_queue, health, self.meter, log, settings,
             kick=self._kick, refresh_store=storage.store.refresh,
+        )  # fmt: skip
+        self._scrubbing = Scrubbing(
+            self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
+            self.meter, self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         self._loading = Loading(
             engine, merging, self._store_queue, self._hub, self.meter, log,
@@ -440,7 +453,8 @@ class Node:
         config, replicated = self._config, self.replicated
         prefixes = PrefixCounts()
         stats = Stats(
-            self.about, self.ports, engine, self._hub, connections, self._merging, health, prefixes
+            self.about, self.ports, engine, self._hub, connections, self._merging, self._scrubbing,
+            health, prefixes,
         )  # fmt: skip
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
@@ -453,7 +467,8 @@ class Node:
         )  # fmt: skip
         crowd = admin_crowd(settings)
         sources = MetricSources(
-            self.about, meter, health, engine, self._merging, self._pager, self.views, self._hub,
+            self.about, meter, health, engine, self._merging, self._scrubbing, self._pager,
+            self.views, self._hub,
             connections, access, crowd, faults, ChangeAges(), self._cluster_sources(),
         )  # fmt: skip
         operations = Operations(
@@ -484,6 +499,7 @@ class Node:
                 engine, self.views, self._compaction.kept, self._commits, log
             ),
             backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
+            scrubbing=self._scrubbing,
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -496,7 +512,7 @@ class Node:
         """Have the parts follow the settings that can change while the node runs."""
         LiveParts(
             self.live, self._log, self.meter, self.access, self.connections, self.engine,
-            self._compaction, self._backpressure,
+            self._compaction, self._backpressure, self._scrubbing,
         ).follow()  # fmt: skip
         if self.replicated is not None:
             self.live.follow("rebalance_rate", self.replicated.core.master.pace.rate.limit)

@@ -1,9 +1,11 @@
 """X_GROUP_BEAT: who the members of a group of consumers are. Sans-IO.
 
-A group is a document, `_dcpd:group:NAME`, with its epoch and its members. The master of the
+A group is a document, `_dcpd:group:NAME`, with its epoch, its members, and the member that each
+partition belongs to. The master of the
 document's partition coordinates the group, as Kafka's coordinator does. Each member beats; one that
 has not for its lease is taken out with the next beat of another one. Each change of the members
-begins an epoch.
+begins an epoch. All members have equally many partitions, and keep those that they had as far as
+that allows: what they know of a partition stays of use.
 
 Invariants
 - an epoch is told when its document is committed. So it survives crashes and failovers, and none is
@@ -15,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Final, NamedTuple
 
@@ -24,6 +27,7 @@ from msgspec import Meta
 from dcp.session.access.rights import split_key
 from dcp.session.request_frames import refuse_stray
 from dcp.session.state import SessionState
+from dcp.stream.group_leases import Leases
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
@@ -37,8 +41,6 @@ MEMBERS_MAX: Final = 1024
 """One for each partition."""
 LEASE_MIN_MS: Final = 200
 LEASE_MAX_MS: Final = 600_000
-GROUPS_MAX: Final = 1_000
-"""Groups with leases in memory; those that ended make room."""
 
 
 class GroupBeat(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,14 +56,48 @@ class GroupRecord(NamedTuple):
 
     epoch: int
     members: list[str]
+    owners: list[str]
+    """Partition -> the member that follows it; empty without members."""
+
+
+def group_in(value: bytes) -> GroupRecord:
+    """Return what a group's document has. Raises ValueError for one that is somebody else's."""
+    try:
+        found = msgspec.json.decode(value, type=dict)
+        members = [str(name) for name in found["members"]]
+        owners = [members[at] for at in found["owners"]]
+        return GroupRecord(int(found["epoch"]), members, owners)
+    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise ValueError(f"the document of this name is no group: {error}") from error
+
+
+def owners_after(before: list[str], members: list[str], count: int) -> list[str]:
+    """Return who follows each of `count` partitions, by who did: no member has two more than
+    another one, and no more partitions change hands than that needs. Pure.
+    """
+    if not members:
+        return []
+    had = Counter(before[:count])
+    by_size = sorted(members, key=lambda name: -had[name])  # who has most keeps what is left over
+    least, over = divmod(count, len(members))
+    room = {name: least + (at < over) for at, name in enumerate(by_size)}
+    owners = [""] * count
+    for vb_id, name in enumerate(before[:count]):
+        if room.get(name):
+            owners[vb_id] = name
+            room[name] -= 1
+    free = iter([name for name in members for _ in range(room[name])])
+    return [name or next(free) for name in owners]
 
 
 def after_beat(
-    record: GroupRecord, leases: dict[str, tuple[int, int]], beat: GroupBeat, now_ns: int
+    record: GroupRecord,
+    leases: Leases,
+    beat: GroupBeat,
+    now_ns: int,
+    count: int,
 ) -> GroupRecord:
-    """Return the group after a beat, and set `leases`: member -> when it has beaten last, and for
-    how long that holds. Pure.
-    """
+    """Return the group of `count` partitions after a beat, and set its `leases`. Pure."""
     lease_ns = beat.lease_ms * 1_000_000
     known = {name: leases.get(name, (now_ns, lease_ns)) for name in record.members}
     known[beat.member] = now_ns, 0 if beat.leaves else lease_ns
@@ -70,9 +106,10 @@ def after_beat(
     members = [name for name, (heard_ns, long_ns) in held.items() if now_ns - heard_ns < long_ns]
     leases.clear()
     leases.update({name: held[name] for name in members})
-    if members == record.members:
+    owners = owners_after(record.owners, members, count)
+    if (members, owners) == record[1:]:
         return record
-    return GroupRecord(record.epoch + 1, members)
+    return GroupRecord(record.epoch + 1, members, owners)
 
 
 class GroupCommand:
@@ -105,11 +142,14 @@ class GroupCommand:
             raise RefusedError(Status.ETMPFAIL, "the partition takes no writes now; try again")
         stored = DEFAULT_COLLECTION_PREFIX + key
         record = self._record(part, stored)
-        after = after_beat(record, self._leases(part, key), told, engine.now_ns)
+        leases = state.hub.group_leases.of(key, part)
+        after = after_beat(record, leases, told, engine.now_ns, engine.num_vbuckets)
         if len(after.members) > MEMBERS_MAX:
             raise RefusedError(Status.E2BIG, f"a group has at most {MEMBERS_MAX} members")
-        value = msgspec.json.encode({"epoch": after.epoch, "members": after.members})
+        group = {"epoch": after.epoch, "members": after.members}
         if after != record:
+            at = {name: number for number, name in enumerate(after.members)}
+            value = msgspec.json.encode({**group, "owners": [at[name] for name in after.owners]})
             status, _, _ = engine.store(SET, part.vb_id, stored, stored + value, 0, 0, 0, 0)
             if status:
                 raise RefusedError(status, "the group's document cannot be written; try again")
@@ -118,23 +158,15 @@ class GroupCommand:
                 epoch=after.epoch, members=len(after.members),
             )  # fmt: skip
         state.observes_history(part.vb_id)
+        mine = [vb_id for vb_id, name in enumerate(after.owners) if name == told.member]
+        value = msgspec.json.encode({**group, "vbuckets": mine})
         state.answer(request, value=value, is_json=True)
 
     def _record(self, part: Partition, stored: bytes) -> GroupRecord:
         entry = self._state.engine.document_entry(part, stored)
         if entry is None:
-            return GroupRecord(0, [])
+            return GroupRecord(0, [], [])
         try:
-            found = msgspec.json.decode(plain_value(entry), type=dict)
-            return GroupRecord(int(found["epoch"]), [str(name) for name in found["members"]])
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-            raise RefusedError(
-                Status.EINVAL, f"the document of this name is no group: {error}"
-            ) from error
-
-    def _leases(self, part: Partition, key: bytes) -> dict[str, tuple[int, int]]:
-        known = self._state.hub.group_leases
-        about = key, part.vb_uuid, part.leader_epoch
-        if about not in known and len(known) >= GROUPS_MAX:
-            del known[next(iter(known))]  # its members get whole leases with their next beat
-        return known.setdefault(about, {})
+            return group_in(plain_value(entry))
+        except ValueError as error:
+            raise RefusedError(Status.EINVAL, str(error)) from error

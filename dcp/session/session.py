@@ -55,6 +55,7 @@ from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.upkeep_commands import UpkeepCommands
+from dcp.session.version_reads import VersionReads
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,
@@ -123,8 +124,7 @@ class Session:
         self._marked: dict[int, DocumentHandler] = {}
         """Handlers that leave marks; made when marks are wanted first."""
         self._checked: dict[int, DocumentHandler] = {}
-        """Handlers with a check of rights, for users who may not read and write everything. Made
-        when the first such user needs them."""
+        """Handlers with a check, for users with fewer rights; made when the first needs them."""
         self._counting = CountedHandlers(state)
         self._connection = connection = ConnectionCommands(state)
         self._updates = updates = UpdateCommands(state, self._documents)
@@ -137,6 +137,7 @@ class Session:
             | ScanCommands(state).handlers()
             | UpkeepCommands(state).handlers()
             | GroupCommand(state).handlers()
+            | VersionReads(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )

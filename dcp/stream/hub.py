@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from dcp.stream.active_stream import ActiveStream
+from dcp.stream.group_leases import GroupLeases
 from dcp.stream.stream_limits import StreamLimits
 from dcp.wire.message import EndReason
 
@@ -60,9 +61,7 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
-        self.group_leases: dict[tuple[bytes, int, int], dict[str, tuple[int, int]]] = {}
-        """Group's key, and version and leader epoch of its partition -> the leases of its members,
-        see `dcp.session.group_command.after_beat`. A new master grants new ones."""
+        self.group_leases = GroupLeases()
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""
 

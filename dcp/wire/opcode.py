@@ -126,6 +126,7 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_READ_VERSIONS = 0xE8
     X_GROUP_BEAT = 0xE9
     X_REPLICA_ENTRIES = 0xEA
     X_REPLICA_ACK = 0xEB
@@ -341,8 +342,13 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.X_GROUP_BEAT: OpSpec(
         _P, "-", "key _dcpd:group:NAME, value JSON",
-        "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch"
-        " and members. For the master of the key's partition",
+        "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch,"
+        " members, and the partitions of this one. For the master of the key's partition",
+    ),
+    Opcode.X_READ_VERSIONS: OpSpec(
+        _P, "u64 first, u64 last seqno", "-",
+        "between nodes: the versions of a range, and the failover log, for a copy that cannot read"
+        " its own",
     ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -26,6 +27,11 @@ MASTERS_RETURN_S = 1.0
 POLL_S = 0.05
 STATUS = "/api/v1/cluster/status"
 MAP = "/api/v1/cluster/map"
+
+
+def say(text: str) -> None:
+    """Print a step."""
+    print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 def until(is_so: Callable[[], object], what: str) -> None:

@@ -1,6 +1,7 @@
 """A year of flights, written to a cluster whose nodes die, while a consumer follows.
 
     scripts/cluster-demo                       # installs what it needs, then runs this
+    scripts/cluster-demo --all                 # with all that can follow a cluster
     python examples/demos/cluster_flights.py --rows 20000 --deaths 3 --csv FILE.csv.zip --keep
 
 What happens, with real processes only
@@ -13,6 +14,10 @@ What happens, with real processes only
 6. a fourth node joins, copies and masters are spread over all four, and one node is drained;
 7. what the writers were answered, what the masters hold, what each replica holds and what the
    consumer has are compared key by key.
+
+With --all, a mirror that reads from copies, a group of consumers, a backup every ten seconds and a
+Spark query follow as well (cluster_audience.py). Members of the group and the mirror are killed
+while nodes die. A table at the end has a row for each, with the documents that differ.
 
 The exit code is 0 only if nothing that was answered is lost and all are equal. Whatever happens,
 all processes that it started have ended when it ends.
@@ -32,7 +37,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster_cast import PARTITIONS, Etcd, Nodes
+from cluster_audience import Audience, Follower, documents_of_users
+from cluster_cast import PARTITIONS, Etcd, Nodes, say
 from cluster_writers import (
     PROBE_PREFIX,
     Backlog,
@@ -49,6 +55,9 @@ from dcpd import DcpdError, KvClient
 from tests.soak.cluster.replicas import Compared, compare_replicas
 
 DIFFERENCES_SHOWN = 20
+DEATHS = 8
+DEATHS_OF_ALL = 3
+"""With an audience each takes longer, and all of it should take less than five minutes."""
 FREEZE_S = 3.0
 TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 0.5
@@ -58,6 +67,15 @@ CHECK_S = 0.5
 """How often the processes are looked at while the last documents are written."""
 NODES = ("n1", "n2", "n3")
 FAILURES = (DataError, ProcessFailedError, DcpdError)
+
+
+class Side(NamedTuple):
+    """A row of the table at the end."""
+
+    name: str
+    documents: int
+    differences: int
+    story: str
 
 
 class Summary(NamedTuple):
@@ -75,6 +93,8 @@ class Summary(NamedTuple):
     versions: int
     rollbacks: int
     load_s: float
+    sides: list[Side]
+    """A row for each that has the documents, if there is more than the consumer to follow."""
 
     @property
     def written(self) -> int:
@@ -173,11 +193,14 @@ class Story:
 # -- the whole -------------------------------------------------------------------------------------
 
 
-async def run_demo(documents: list[Document], deaths: int, folder: Path) -> Summary:
+async def run_demo(
+    documents: list[Document], deaths: int, folder: Path, *, has_audience: bool = False
+) -> Summary:
     """Run the steps of the module's docstring. Return the summary."""
     etcd = Etcd(folder, 3)
     nodes = Nodes(folder, etcd.url)
     replica: ReplicaProcess | None = None
+    audience: Audience | None = None
     try:
         await asyncio.to_thread(etcd.start_all)
         for name in NODES:
@@ -187,17 +210,24 @@ async def run_demo(documents: list[Document], deaths: int, folder: Path) -> Summ
         say(f"three nodes and three members of etcd run; clients begin at {nodes.address}")
         replica = ReplicaProcess(folder / "replica.sqlite")
         replica.start(nodes.address)
+        if has_audience:
+            audience = Audience(folder, nodes)
+            audience.start()
         async with (
             KvClient.connect(nodes.address, timeout_s=TIMEOUT_S) as kv,
             KvClient.connect(nodes.address, timeout_s=PROBE_TIMEOUT_S) as probing,
         ):
-            return await _loaded(documents, deaths, Cast(etcd, nodes, replica, kv, probing))
+            return await _loaded(
+                documents, deaths, Cast(etcd, nodes, replica, audience, kv, probing)
+            )
     finally:
         # Ctrl-C again does not keep processes alive.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if replica is not None:
             replica.close()
+        if audience is not None:
+            audience.close()
         nodes.close()
         etcd.close()
 
@@ -208,8 +238,16 @@ class Cast(NamedTuple):
     etcd: Etcd
     nodes: Nodes
     replica: ReplicaProcess
+    audience: Audience | None
     kv: KvClient
     probing: KvClient
+
+    def check(self) -> None:
+        """Raise ProcessFailedError if a process ended by itself."""
+        self.nodes.check()
+        self.replica.check()
+        if self.audience is not None:
+            self.audience.check()
 
 
 async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary:
@@ -221,28 +259,31 @@ async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary
     begun_s = time.monotonic()
     sdk = await asyncio.to_thread(SdkWriters, nodes.address, backlog, ledger)
     writers = asyncio.create_task(KvWriters(kv, backlog, ledger).run())
+    tasks = [writers]
+    if cast.audience is not None:
+        tasks.append(asyncio.create_task(cast.audience.play()))
     try:
         acts = acts_of(story, deaths)
         for number, act in enumerate(acts, 1):
             backlog.allow(number / len(acts))
-            await _or_failure(act(), writers)
+            await _or_failure(act(), tasks)
             sdk.check()
-            nodes.check()
-            cast.replica.check()
+            cast.check()
         while not writers.done():  # a thread of the SDK that has failed gives nothing back
-            await asyncio.wait({writers}, timeout=CHECK_S)
+            await _or_failure(asyncio.sleep(CHECK_S), tasks)
             sdk.check()
-            nodes.check()
-            cast.replica.check()
+            cast.check()
         writers.result()
     finally:
-        writers.cancel()
-        await asyncio.gather(writers, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(sdk.close)
     sdk.check()
     load_s = time.monotonic() - begun_s
     say("comparing what was answered, masters, replicas and the consumer, key by key")
     await asyncio.to_thread(nodes.until_in_sync)
+    followers = await cast.audience.followers(kv) if cast.audience is not None else []
     cast.replica.kill()
     await asyncio.to_thread(cast.replica.catch_up, nodes.address)
     stored = await _stored(kv, ledger.answered)
@@ -252,6 +293,7 @@ async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary
     return judged(
         len(documents), ledger, stored, held, replicas, gaps_s=probes.gaps_s, deaths=story.deaths,
         versions=after - before, rollbacks=len(cast.replica.file.rollbacks()), load_s=load_s,
+        followers=followers,
     )  # fmt: skip
 
 
@@ -261,24 +303,43 @@ def judged(
     stored: Mapping[bytes, bytes],
     held: Mapping[bytes, bytes],
     replicas: Compared,
+    followers: Iterable[Follower] = (),
     **figures: Any,
 ) -> Summary:
-    """Compare what was answered and what the consumer has with what the masters have. Of `replicas`
-    that is done.
+    """Compare what was answered and what the consumer and the other followers have with what the
+    masters have. Of `replicas` that is done.
     """
     differences = compare("the consumer", held, stored)
+    sides = [Side("consumer", len(held), len(differences), "reads from masters")]
     for name, found in sorted(replicas.wrong.items()):
         those = {key: stored[key] for key in found if key in stored}
         there = {key: value for key, value in found.items() if value is not None}
         differences += compare(f"the replica on {name}", there, those)
-    return Summary(
+    wrong_copies = len(differences) - sides[0].differences
+    for follower in followers:
+        theirs = documents_of_users(follower.documents)
+        found = compare(f"the {follower.name}", theirs, stored)
+        sides.append(Side(follower.name, len(theirs), len(found), follower.story))
+        differences += found
+    lost = compare("answered", ledger.answered, stored)
+    summary = Summary(
         documents=documents,
         ledger=ledger,
-        lost=compare("answered", ledger.answered, stored),
+        lost=lost,
         replicated=replicas.documents,
         differences=differences,
+        sides=[],
         **figures,
     )
+    if not followers:
+        return summary
+    unanswered = documents - summary.written
+    first = [
+        Side("writer", len(ledger.answered), unanswered, "what it was answered, with the probes"),
+        Side("nodes", len(stored), len(lost), f"{summary.deaths} died or froze while masters"),
+        Side("copies", replicas.documents, wrong_copies, "two beside each master"),
+    ]
+    return summary._replace(sides=first + sides)
 
 
 def acts_of(story: Story, deaths: int) -> list[Callable[[], Any]]:
@@ -290,12 +351,13 @@ def acts_of(story: Story, deaths: int) -> list[Callable[[], Any]]:
     ]  # fmt: skip
 
 
-async def _or_failure(act: Any, writers: asyncio.Task[None]) -> None:
-    """Play an act; raise at once what ends the writers."""
+async def _or_failure(act: Any, tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Play an act; raise at once what ends one of the tasks."""
     playing = asyncio.ensure_future(act)
-    done, _ = await asyncio.wait({playing, writers}, return_when=asyncio.FIRST_COMPLETED)
-    if writers in done:
-        writers.result()
+    await asyncio.wait({playing, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task.done():
+            task.result()
     await playing
 
 
@@ -316,7 +378,7 @@ async def _stored(kv: KvClient, keys: Iterable[bytes]) -> dict[bytes, bytes]:
 
 def consumer_documents(replica: ReplicaProcess) -> dict[bytes, bytes]:
     """Return what the consumer has, by key."""
-    return replica.file.documents()
+    return documents_of_users(replica.file.documents())
 
 
 def compare(name: str, ours: Mapping[bytes, bytes], nodes: Mapping[bytes, bytes]) -> list[str]:
@@ -334,11 +396,6 @@ def show(document: bytes | None) -> str:
 
 
 # -- what one sees ---------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    """Print a step."""
-    print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 def summary_text(summary: Summary, time_s: float) -> str:
@@ -374,7 +431,19 @@ def summary_text(summary: Summary, time_s: float) -> str:
     problems = [f"  {problem}" for problem in wrong[:DIFFERENCES_SHOWN]]
     if len(wrong) > DIFFERENCES_SHOWN:
         problems.append(f"  and {len(wrong) - DIFFERENCES_SHOWN:,} more")
-    return "\n".join((title, *(f"  {name:<14}{text}" for name, text in rows), *problems))
+    told = [f"  {name:<14}{text}" for name, text in rows]
+    return "\n".join((title, *told, *table_text(summary.sides), *problems))
+
+
+def table_text(sides: Sequence[Side]) -> list[str]:
+    """Return the lines of the table at the end; none without an audience."""
+    if not sides:
+        return []
+    rows = [
+        f"  {side.name:<14}{side.documents:>10,}{side.differences:>13,}  {side.story}"
+        for side in sides
+    ]
+    return ["", f"  {'':<14}{'documents':>10}{'differences':>13}", *rows]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -382,8 +451,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/cluster-demo", description="Flights, and a cluster whose nodes die."
     )
     parser.add_argument("--rows", type=int, help="only the first flights", metavar="N")
-    parser.add_argument("--deaths", type=int, default=8, help="nodes to kill", metavar="N")
+    parser.add_argument(
+        "--deaths", type=int, metavar="N",
+        help=f"nodes to kill (default: {DEATHS}; {DEATHS_OF_ALL} with --all)",
+    )  # fmt: skip
     parser.add_argument("--csv", type=Path, help="another file of the same columns, also zipped")
+    parser.add_argument(
+        "--all", action="store_true", dest="has_audience",
+        help="a mirror, a group, backups and a Spark query follow as well",
+    )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep folders and logs afterwards")
     return parser
 
@@ -391,6 +467,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     options = _parser().parse_args(words)
+    deaths = options.deaths
+    if deaths is None:
+        deaths = DEATHS_OF_ALL if options.has_audience else DEATHS
     begun_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dcpd-cluster-demo-"))
     try:
@@ -400,7 +479,9 @@ def main(words: Sequence[str] | None = None) -> int:
             (b"%06d:%s" % (number, flight.key[:40]), flight.document)
             for number, flight in enumerate(flights, 1)
         ]
-        summary = asyncio.run(run_demo(documents, options.deaths, folder))
+        summary = asyncio.run(
+            run_demo(documents, deaths, folder, has_audience=options.has_audience)
+        )
     except FAILURES as error:
         print(f"cluster-demo: {error}", file=sys.stderr)
         return 1

@@ -154,9 +154,9 @@ def parts(flights: list[Flight], cuts: Sequence[float]) -> list[list[Flight]]:
 
 
 async def crash(server: ServerProcess, writer: Writer) -> None:
-    """Kill the server during the writer's second batch, and start it again."""
-    writer.batch_done.clear()
-    await writer.batch_done.wait()
+    """Kill the server while the writer's next batch is under way, and start it again."""
+    writer.batch_sent.clear()
+    await writer.batch_sent.wait()
     server.kill()
     await asyncio.to_thread(server.start)
 

@@ -27,8 +27,8 @@ class Writer:
         self.writes = 0
         self.repeated = 0
         self.load_s = 0.0
-        self.batch_done = asyncio.Event()
-        """Set after each batch."""
+        self.batch_sent = asyncio.Event()
+        """Set while each batch is under way."""
         self._kv = kv
         self._batch_rows = batch_rows
 
@@ -40,7 +40,6 @@ class Writer:
             await self._write_batch(batch)
             self.expected.update((flight.key, flight.document) for flight in batch)
             self.writes += len(batch)
-            self.batch_done.set()
         self.load_s += time.monotonic() - began
 
     async def _write_batch(self, batch: Sequence[Flight]) -> None:
@@ -52,7 +51,10 @@ class Writer:
         left = [(flight.key, flight.document) for flight in batch]
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            results = await self._kv.set_many(left)
+            under_way = asyncio.ensure_future(self._kv.set_many(left))
+            await asyncio.sleep(0)  # it is sent
+            self.batch_sent.set()
+            results = await under_way
             done = [isinstance(result, MutationResult) for result in results]
             if all(done):
                 return

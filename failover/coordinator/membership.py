@@ -124,7 +124,8 @@ class ProcessFacts(NamedTuple):
     name: str = ""
     """The node's name, for messages."""
     protocol: int = 1
-    """The version of the replication messages."""
+    """The newest version of the replication messages."""
+    oldest_protocol: int = 1
     addresses: tuple[str, ...] = ()
     """HOST:PORT of each port that others reach the node at, the key-value port first."""
 
@@ -321,6 +322,7 @@ class Membership:
         record = AliveRecord(
             member=self.member, incarnation=self.incarnation, is_leaving=self.is_leaving,
             name=facts.name, place=facts.place, protocol=facts.protocol,
+            oldest_protocol=facts.oldest_protocol,
             address=facts.addresses[0] if facts.addresses else "", link=self._link,
         )  # fmt: skip
         return encode_record(record)

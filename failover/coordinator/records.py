@@ -239,7 +239,9 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
     place: str = ""
     """Its data folder on its machine (`membership.ProcessFacts`)."""
     protocol: int = 1
-    """The version of the replication messages that it speaks."""
+    """The newest version of the replication messages that it speaks."""
+    oldest_protocol: int = 1
+    """The oldest one."""
     link: int = 0
     """Names the process's connection to this store (`ClusterSession.link`): what it tells others of
     the store's revisions under this number is about this store."""

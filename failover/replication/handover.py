@@ -6,9 +6,9 @@
 
 Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
-at a time: held, or handed over and not yet followed here. The others are served meanwhile. After a
-group the cluster rests as long as the group took: then what the group delayed is done before the
-next one delays more.
+at a time, or UNWRITTEN_GROUP_MAX that were never written: held, or handed over and not yet followed
+here. The others are served meanwhile. After a group the cluster rests as long as the group took:
+then what the group delayed is done before the next one delays more.
 
 Partitions of which nothing waits for a commit come first: they are written in the step in which
 they are held, so their writers do not wait for a commit. Others are held once hardly any are left.
@@ -22,7 +22,8 @@ they are cut off.
 Who calls it: `failover.replication.master`.
 
 Invariants
-- at most GROUP_MAX partitions are on their way, and a group begins when none is;
+- a group has at most GROUP_MAX partitions, or UNWRITTEN_GROUP_MAX that were never written, and
+  begins when none is on its way;
 - a partition whose new master is not followed here within FOLLOWED_NS_MAX holds up nobody;
 - a record is handed over only with all of the partition's changes committed. Without that, a member
   in sync is elected only if an operator wants this master to be replaced, and if all that is on its
@@ -44,6 +45,9 @@ GROUP_MAX: Final = 8
 """Partitions on their way. Writers of all of them wait for the whole group, most of whose time is
 work for each partition: 16 take twice as long. Each group costs a transaction and a map for every
 client; 1,024 partitions are handed over within some seconds."""
+UNWRITTEN_GROUP_MAX: Final = 32
+"""The same of partitions that were never written: hardly anybody waits for them, and a new cluster
+has nothing else to hand over."""
 GROUP_REST_NS_MAX: Final = 100_000_000
 """The longest rest after a group: a new master that stands still holds up the others anyway."""
 DRAINED_MIN: Final = 4
@@ -104,14 +108,20 @@ class Handovers:
             return []
         drained: list[int] = []
         others: list[int] = []
+        unwritten: list[int] = []
         for vb_id in self._waiting:
             if self._retry_ns.get(vb_id, 0) > now_ns:
                 continue
             mastership = masterships.get(vb_id)
             is_drained = mastership is None or _is_drained(mastership.part)
             (drained if is_drained else others).append(vb_id)
-        chosen = drained if len(drained) >= DRAINED_MIN or not others else others
-        del chosen[GROUP_MAX:]
+            if mastership is not None and not mastership.part.high_seqno:
+                unwritten.append(vb_id)
+        if len(unwritten) > GROUP_MAX:
+            chosen = unwritten[:UNWRITTEN_GROUP_MAX]
+        else:
+            chosen = drained if len(drained) >= DRAINED_MIN or not others else others
+            del chosen[GROUP_MAX:]
         for vb_id in chosen:  # who cannot be handed over now lets others pass
             self._waiting[vb_id] = self._waiting.pop(vb_id)
         self._next = frozenset(chosen)

@@ -39,7 +39,6 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.message import (
     OPEN_EXTRAS,
-    U64,
     EndReason,
     OpenFlag,
     StreamRequest,
@@ -67,6 +66,7 @@ from failover.replication.messages import (
     problem_of,
     unpack_entries,
     unpack_group,
+    unpack_rollback,
 )
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import split_entries
@@ -159,9 +159,10 @@ class ReplicaSide(Protocol):
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """The master goes on from there: take over its versions. Raises ReplicationError."""
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
-        """The master does not have what lies above a seqno: cut it off. Nothing is cut while it has
-        to go into a file first; the master is asked again. Raises ReplicationError.
+    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
+        """The master asks for a cut back to a seqno. What lies above `shared_seqno`, it does not
+        have. Nothing is cut while that has to go into a file first; the master is asked again.
+        Raises ReplicationError.
         """
 
     def high_seqno(self, vb_id: int) -> int:
@@ -423,10 +424,8 @@ class ReplicaLink:
             self._epochs[vb_id] = stream.epoch
             self._note_high(vb_id)
         elif frame.status == Status.ROLLBACK:
-            if len(frame.value) < U64.size:
-                raise ReplicationError(f"partition {vb_id}: ROLLBACK without a seqno")
             high_seqno = self._side.high_seqno(vb_id)
-            self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
+            self._side.roll_back(vb_id, stream.epoch, *unpack_rollback(vb_id, frame.value))
             has_cut = self._side.high_seqno(vb_id) < high_seqno
             self._wait(vb_id, now_ns if has_cut else now_ns + RETRY_NS)
             self._ask_if_due(vb_id, now_ns)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
-from dcp.wire.message import U64, StreamRequest
+from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import Notice
@@ -42,8 +42,10 @@ from failover.replication.messages import (
     ReplicaPosition,
     StoreSeen,
     Welcome,
+    common_format,
     decode,
     encode,
+    pack_rollback,
     versions_of,
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
@@ -58,7 +60,7 @@ from failover.rules.replication_record import (
     finish_branch,
     start_branch,
 )
-from failover.rules.rollback import Question, decide
+from failover.rules.rollback import Question, common_seqno, decide
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState, check_undo
@@ -353,7 +355,7 @@ class Master:
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
         """See ReplicationPort."""
         peer: Greeting = decode(greeting, Greeting)
-        if peer.format != FORMAT:
+        if not common_format(peer.format, peer.oldest):
             raise ReplicationError(
                 f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"
@@ -440,7 +442,8 @@ class Master:
         )  # fmt: skip
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
-            return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
+            shared = min(common_seqno(versions, asked.start_seqno, part.failover), part.high_seqno)
+            return FeedAnswer(Status.ROLLBACK, pack_rollback(decision.rollback_seqno, shared))
         if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
         complete_seqno = asked.start_seqno

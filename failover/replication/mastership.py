@@ -437,6 +437,7 @@ class Mastership:
             if member not in record.isr and member in alive
             and not (can_wait and (member in lateness.slow or (member in filling and not may_fill)))
             and self._may_join(member, heard_ns.get(member))
+            and now_ns - heard_ns[member] <= lag_max_ns  # it would leave at once
         ]  # fmt: skip
         return expand(record, joining) if joining else None
 

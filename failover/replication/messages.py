@@ -9,7 +9,8 @@ DCP client (DCP_OPEN under a name that stays the same, DCP_CONTROL `x_replicate`
 
 and the master sends
 
-    the answers         OK with a `Welcome`, ROLLBACK, or X_FENCED with both epochs in words
+    the answers         OK with a `Welcome`, ROLLBACK (`pack_rollback`), or X_FENCED with both
+                        epochs in words
     X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
     X_REPLICA_GROUP     a numbered message: a commit group of the master, or nothing; and
                         which earlier ones are committed
@@ -53,6 +54,7 @@ from cbor2 import CBORDecodeError
 
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import HEADER, Frame, pack_request
+from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
 from failover.rules.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.replicated import ReplicatedChange
@@ -76,7 +78,10 @@ from vbucket.model.entry import (
 from vbucket.model.ids import SEQNO_MAX
 
 FORMAT: Final = 4
-"""Version of these messages; nodes with different ones do not replicate."""
+"""The newest version of these messages that this dcpd speaks."""
+FORMAT_OLDEST: Final = 4
+"""The oldest one: each dcpd also speaks the newest of the version before it, so that the nodes of a
+cluster can be upgraded one after the other."""
 _ENTRIES_EXTRAS: Final = Struct(">QQIQQ")
 """Number, question, CRC-32C of the value, and a `StoreSeen`."""
 _GROUP_EXTRAS: Final = Struct(">QQIQQ?")
@@ -85,6 +90,8 @@ _GROUP_EXTRAS: Final = Struct(">QQIQQ?")
 _GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
 _ACK_EXTRAS: Final = Struct(">QQQQ")
 """Number, question, and a `StoreSeen`."""
+_ROLLBACK: Final = Struct(">QQ")
+"""The seqno to go back to, the last one of the history that both have."""
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
 ANNOUNCED_GROUPS_MAX: Final = 128
@@ -171,15 +178,26 @@ class GroupMessage(NamedTuple):
     """Whether the master had synced the group when it sent it."""
 
 
+def common_format(newest: int, oldest: int) -> int:
+    """Return the newest format that this dcpd and one that speaks from `oldest` to `newest` have in
+    common: the two speak that. 0: there is none.
+    """
+    common = min(FORMAT, newest)
+    return common if common >= max(FORMAT_OLDEST, oldest) else 0
+
+
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The value of the control `x_replicate`: who wants to replicate."""
 
     format: int
+    """The newest that it speaks."""
     cluster: str
     member: str
     incarnation: int
     master: str
     """The member that it wants to reach: another folder may be served at the same address now."""
+    oldest: int = FORMAT_OLDEST
+    """The oldest format that it speaks."""
 
 
 class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -453,6 +471,24 @@ def _elsewhere(begun: SnapshotWindow, high_seqno: int) -> str:
         f"a snapshot begins at seqno {begun.start} and ends at {begun.end}; this replica is at "
         f"{high_seqno}"
     )
+
+
+def pack_rollback(seqno: int, shared_seqno: int) -> bytes:
+    """Return the value of a ROLLBACK: where to go back to, and up to where both have the same
+    history. A purge sends a replica further back than that.
+    """
+    return _ROLLBACK.pack(seqno, shared_seqno)
+
+
+def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int]:
+    """Return what `pack_rollback` packed; a master of 0.2.0 sends the first number only. Raises
+    ReplicationError.
+    """
+    if len(value) < U64.size:
+        raise ReplicationError(f"partition {vb_id}: ROLLBACK without a seqno")
+    (seqno,) = U64.unpack_from(value)
+    shared_seqno: int = seqno if len(value) < _ROLLBACK.size else _ROLLBACK.unpack_from(value)[1]
+    return seqno, max(seqno, shared_seqno)
 
 
 def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN) -> bytes:

@@ -550,6 +550,12 @@ class ReplicationCore:
             if part.is_unheard and not was_unheard:
                 self._hub.fenced(vb_id)
 
+    def take_damages(self) -> list[str]:
+        """Return what replication met of damaged data, and forget it."""
+        damages = sorted(self._changes.damages)
+        self._changes.damages.clear()
+        return damages
+
     def resolve_counts(self) -> None:
         """Resolve the counts of documents. Call it before the collections change."""
         self._changes.settle()

@@ -550,7 +550,7 @@ class Replica:
         self._raise_watermarks((vb_id,))
         self._was_welcomed()
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
@@ -562,7 +562,7 @@ class Replica:
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
         try:
-            if not self._keep(part, epoch, seqno):
+            if not self._keep(part, epoch, shared_seqno):
                 return
         except StoreDamagedError as error:
             self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
@@ -609,6 +609,7 @@ class Replica:
     def _cut(self, part: Partition, seqno: int) -> None:
         """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
         log = part.failover.cut(seqno)
+        self._changes.forget(part.vb_id)
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)

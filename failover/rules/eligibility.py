@@ -14,7 +14,7 @@ from failover.rules.replication_record import ReplicationRecord
 class Eligibility(NamedTuple):
     """Whether a copy may become master, or is it, and why."""
 
-    may_lead: bool
+    may_become_master: bool
     why: str
 
 

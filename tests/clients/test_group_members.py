@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from clients import CheckpointError, GroupMember, KvClient, Position, ServerCheckpoint
+from clients import (
+    CheckpointError,
+    Consumer,
+    ConsumerOptions,
+    GroupMember,
+    KvClient,
+    Position,
+    ServerCheckpoint,
+    TopologyError,
+)
+from clients.consumer import group_member
 from clients.testing import DcpServer
 
 SINK = """
@@ -96,6 +106,34 @@ async def test_members_share_the_partitions_and_take_over(server: DcpServer) -> 
             assert first.share.epoch > epoch
             assert len(first.share.vbuckets) == 1024
             second._beating = asyncio.get_running_loop().create_task(second._beat_always())
+
+
+@pytest.mark.parametrize("give_up_after_s", [None, 0.0])
+async def test_a_share_without_masters_is_begun_again(
+    server: DcpServer, monkeypatch: pytest.MonkeyPatch, give_up_after_s: float | None
+) -> None:
+    """A node dies while the group changes: nobody is master of some partitions for a moment."""
+    tries: list[Consumer] = []
+    opened = Consumer.open
+
+    async def open_later(consumer: Consumer) -> None:
+        tries.append(consumer)
+        if len(tries) < 3:
+            raise TopologyError("no node is active for this partition")
+        await opened(consumer)
+
+    monkeypatch.setattr(Consumer, "open", open_later)
+    monkeypatch.setattr(group_member, "REOPEN_S", 0.01)
+    async with KvClient.connect(server.address) as kv:
+        await kv.set("again", b"1")
+    options = ConsumerOptions(until_now=True, give_up_after_s=give_up_after_s)
+    async with GroupMember(server.address, "again", options) as member:
+        if give_up_after_s is None:
+            found = [share async for share, _ in member.deliveries(lambda _: {})]
+            assert found[0] == member.share
+        else:
+            with pytest.raises(TopologyError, match="no node is active"):
+                await anext(member.deliveries(lambda _: {}))
 
 
 async def test_positions_in_the_server_are_claimed(server: DcpServer) -> None:

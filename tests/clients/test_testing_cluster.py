@@ -109,7 +109,7 @@ def test_nodes_die_stand_still_and_come_back(
     assert "n2" not in cluster.masters().values()
     (dead,) = [copy for copy in explain(cluster)["copies"] if copy["node"] == "n2"]
     assert dead["held"] is None
-    assert dead["error"] or not dead["may_lead"], "its lease lasts for 3 s"
+    assert dead["error"] or not dead["may_become_master"], "its lease lasts for 3 s"
     write(cluster, b"while n2 is away")
     cluster.restart("n2")
     cluster.pause("n3")
@@ -131,7 +131,7 @@ def test_a_cut_takes_copies_out_of_sync_until_it_is_healed(cluster: DcpCluster) 
     write(cluster, b"while n2 hears nothing of n1")
     explained = explain(cluster)
     assert explained["record"]["master"] == "n1"
-    assert {copy["node"]: copy["may_lead"] for copy in explained["copies"]} == {
+    assert {copy["node"]: copy["may_become_master"] for copy in explained["copies"]} == {
         "n1": True, "n2": False, "n3": True,
     }  # fmt: skip
     held = {copy["node"]: copy["held"] for copy in explained["copies"]}
@@ -139,8 +139,8 @@ def test_a_cut_takes_copies_out_of_sync_until_it_is_healed(cluster: DcpCluster) 
     assert held["n1"]["failover_log"] == held["n3"]["failover_log"]
     text = explained_by(cluster, "n1")
     assert f"partition {VB}: leader epoch" in text
-    assert "n2 may not lead: it is not in sync" in text
-    assert "n1 may lead: it is the master" in text
+    assert "n2 may not become master: it is not in sync" in text
+    assert "n1 may become master: it is the master" in text
     cluster.heal()
     assert cluster.status()["in_sync_sizes"] == {"3": 1024}
     for call in (lambda: cluster.cut("n1", "n1"), lambda: cluster.kill("n9")):

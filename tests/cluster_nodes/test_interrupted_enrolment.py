@@ -125,7 +125,9 @@ async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -
         store.store.apply(0, Txn((), (Put(key, encode_record(alive)),)))
     with pytest.raises(EnrolmentError, match=r"node a of this cluster has the address 127.0.0.1:1"):
         await join(store, ROOT, engine, member(2, "b", 1))
-    other = AliveRecord(member="m1", incarnation=1, name="a", protocol=PROTOCOL + 1)
+    other = AliveRecord(
+        member="m1", incarnation=1, name="a", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL + 1
+    )
     put = Put(KEYS.of_member(KeyKind.ALIVE, "m1"), encode_record(other))
     store.store.apply(0, Txn((), (put,)))
     with pytest.raises(EnrolmentError, match=r"node a speaks version .* of the replication"):

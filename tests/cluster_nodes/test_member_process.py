@@ -26,7 +26,9 @@ async def test_member_of_an_incompatible_version_ends_at_its_start(
         await cluster.start("n1")
         n1 = await cluster.become_member("n1", copies=1)
         await n1.stop()
-        other = AliveRecord(member="m2", incarnation=1, name="n2", protocol=FORMAT + 1)
+        other = AliveRecord(
+            member="m2", incarnation=1, name="n2", protocol=FORMAT + 1, oldest_protocol=FORMAT + 1
+        )
         put = Put(KEYS.of_member(KeyKind.ALIVE, "m2"), encode_record(other))
         assert isinstance(await ask(cluster.meta.client(), Txn((), (put,))), TxnResult)
         n1 = await cluster.start("n1")

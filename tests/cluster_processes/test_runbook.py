@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from clients import DcpdError, KvClient
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
 from clients.testing import DcpCluster, DcpServer
+from support.credentials import TestCa
 from support.shell_blocks import BLOCK, ROOT
 from support.waiting import until
 
@@ -45,6 +49,26 @@ def paste(cluster: DcpCluster, block: str, **variables: str) -> str:
     return ran.stdout
 
 
+NEWER = """
+import sys
+from failover.replication import messages
+messages.FORMAT, messages.FORMAT_OLDEST = messages.FORMAT + 1, messages.FORMAT
+from dcp.server.main import main
+sys.exit(main())
+"""
+
+
+class NewerServer(DcpServer):
+    """A dcpd of the version after this one."""
+
+    def _launch(self, arguments: list[str]) -> subprocess.Popen[str]:
+        with self.log_path.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", NEWER, *arguments],
+                stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DcpCluster]:
     with DcpCluster() as cluster:
@@ -68,6 +92,21 @@ def reads_hello(cluster: DcpCluster) -> bool:
         return kv.get("hello").value == b"world"
 
 
+def writes_everywhere(cluster: DcpCluster, value: bytes) -> None:
+    """Write to most partitions, and read it again."""
+    documents = dict.fromkeys((f"k{number}" for number in range(2000)), value)
+
+    async def write() -> None:
+        async with KvClient.connect(cluster.address) as kv:
+            results = await kv.set_many(documents)
+            assert [each for each in results if isinstance(each, DcpdError)] == []
+            found = await kv.get_many(documents)
+        assert {each.value for each in found.values()} == {value}
+        assert len(found) == len(documents)
+
+    asyncio.run(write())
+
+
 def is_down(cluster: DcpCluster, name: str) -> bool:
     """Whether the lease of a dead node is over."""
     (node,) = [each for each in cluster.status()["nodes"] if each["name"] == name]
@@ -82,6 +121,11 @@ def test_a_slow_node_is_emptied_and_gets_its_part_back(cluster: DcpCluster) -> N
     paste(cluster, rest)
     until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
     assert "n2" in cluster.masters().values()
+    audits = [node.data / "audit.log" for node in cluster.nodes.values()]
+    rows = [json.loads(line) for audit in audits for line in audit.read_text().splitlines()]
+    who = {row["action"]: row["user"] for row in rows if row["event"] == "admin"}
+    verbs = ("drain", "undrain", "rebalance")
+    assert {who[f"POST /api/v1/cluster/{verb}"] for verb in verbs} == {"guest"}
 
 
 def test_all_nodes_lose_power(cluster: DcpCluster) -> None:
@@ -95,6 +139,43 @@ def test_all_nodes_lose_power(cluster: DcpCluster) -> None:
     assert reads_hello(cluster)
 
 
+def test_a_rolling_upgrade_has_two_versions_side_by_side(cluster: DcpCluster) -> None:
+    """Today's dcpd is the older one. The newer one speaks one more format of the messages."""
+    (block,) = blocks("A rolling upgrade")
+    for name, old in list(cluster.nodes.items()):
+        assert old.stop() == 0
+        new = cluster.nodes[name] = NewerServer(old.data, *old._arguments)
+        new.port, new.admin_port = old.port, old.admin_port
+        new.start()
+        until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
+        assert name in paste(cluster, block)
+        writes_everywhere(cluster, name.encode())
+        if name == "n2":  # one that is still of the older version starts beside newer ones
+            cluster.nodes["n3"].restart()
+            until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
+    assert reads_hello(cluster)
+    for name, new in list(cluster.nodes.items()):  # and back, for the other tests
+        new.stop()
+        cluster.nodes[name] = DcpServer(new.data, *new._arguments)
+        cluster.nodes[name].port, cluster.nodes[name].admin_port = new.port, new.admin_port
+        cluster.nodes[name].start()
+    until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
+
+
+def test_a_node_gets_another_address(cluster: DcpCluster) -> None:
+    node = cluster.nodes["n2"]
+    before = node.address
+    (block,) = blocks("A node gets another address")
+    assert node.stop() == 0
+    node.port = node.admin_port = 0
+    node.start()
+    assert node.address != before
+    until(lambda: all_in_sync(cluster, 3, "n1", "n2", "n3"))
+    assert node.address in paste(cluster, block)
+    until(lambda: "n2" in cluster.masters().values())
+    writes_everywhere(cluster, b"moved")
+
+
 def test_last_copy_in_sync_is_lost_and_given_up(cluster: DcpCluster) -> None:
     cluster.move(VB, "n2")
     cluster.cut("n2", "n1")
@@ -103,7 +184,7 @@ def test_last_copy_in_sync_is_lost_and_given_up(cluster: DcpCluster) -> None:
     until(lambda: is_down(cluster, "n2"))
     look, act = blocks("The last copy in sync is lost")
     told = paste(cluster, look)
-    assert "n1 may not lead: it is not in sync" in told
+    assert "n1 may not become master: it is not in sync" in told
     assert "copies that may take over, with what they have" in told
     assert "unclean" in paste(cluster, act)
     until(lambda: cluster.masters()[VB] in {"n1", "n3"})
@@ -132,6 +213,53 @@ def test_another_node_takes_the_place_of_a_lost_one(
     finally:
         cluster.nodes[name] = new
         cluster.nodes = {each: node for each, node in cluster.nodes.items() if each in names}
+
+
+def test_a_whole_rack_goes_and_comes_back() -> None:
+    cluster = DcpCluster(copies=2)
+    for name, node in cluster.nodes.items():
+        node._arguments = (*node._arguments, "--rack", "r1" if name == "n1" else "r2")
+    with cluster:
+        rows = cluster.nodes["n1"].ask("GET", "/api/v1/cluster/map")
+        assert all("n1" in row["copies"] for row in rows), "each rack has a copy"
+        with cluster.connect() as kv:
+            kv.set("hello", b"world")
+        for name in ("n2", "n3"):
+            cluster.nodes[name].kill()
+        until(lambda: set(cluster.masters().values()) == {"n1"})
+        (block,) = blocks("A whole rack goes")
+        assert "n1" in paste(cluster, block)
+        assert reads_hello(cluster)
+        for name in ("n2", "n3"):
+            cluster.nodes[name].start()
+        until(lambda: all_in_sync(cluster, 2, "n1", "n2", "n3"))
+        until(lambda: {"n2", "n3"} <= set(cluster.masters().values()))
+
+
+def test_certificates_of_another_ca_without_a_stop(tmp_path: Path) -> None:
+    old, new = TestCa(tmp_path, "old"), TestCa(tmp_path, "new")
+    trusted = tmp_path / "nodes-ca.pem"
+    trusted.write_bytes(old.path.read_bytes())
+    cluster = DcpCluster("--cluster-tls", "mutual", "--cluster-ca", str(trusted), nodes=2)
+    certificates = {}
+    for name, node in cluster.nodes.items():
+        certificates[name] = old.issue(name)
+        ports = ("--tls-port", "0", "--admin-tls-port", "0")
+        node._arguments = (*node._arguments, "--tls-cert", str(certificates[name]), *ports)
+    accept, replace, drop = blocks("Certificates change")
+    files = {"NEW_CA": str(new.path), "CLUSTER_CA": str(trusted)}
+    with cluster:
+        with cluster.connect() as kv:
+            kv.set("hello", b"world")
+        paste(cluster, accept, **files)
+        for name, certificate in certificates.items():
+            issued = str(new.issue(f"{name}-new"))
+            paste(cluster, replace, NEW_CERT=issued, TLS_CERT=str(certificate))
+            cluster.restart(name)  # links are made anew: this certificate, and the other one's
+        paste(cluster, drop, **files)
+        cluster.restart("n2")
+        assert reads_hello(cluster)
+        assert not cluster.status()["problems"]
 
 
 def test_a_cluster_becomes_one_node_again() -> None:

@@ -1,7 +1,8 @@
-"""dcpctl consumer keep, list and forget on a server: kill -9, purges, and what is told."""
+"""dcpctl consumer keep, list, groups and forget on a server: kill -9, purges, and what is told."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from clients import Deletion, Rollback, ServerCheckpoint, SyncConsumer
+from clients import Deletion, GroupMember, Rollback, ServerCheckpoint, SyncConsumer
 from clients.testing import DcpServer, ServerRefusedError
 
 KEYS = 200
@@ -126,3 +127,22 @@ def test_a_name_that_is_too_long_is_refused(server: DcpServer) -> None:
     body = {"name": "x" * 201, "for": "7d", "bytes": "5GiB"}
     with pytest.raises(ServerRefusedError, match="1 to 200 bytes"):
         server.ask("POST", "/api/v1/consumers/keep", body)
+
+
+def test_groups_are_listed_with_their_members(server: DcpServer) -> None:
+    async def of_two() -> tuple[list[str], subprocess.CompletedProcess[str], str]:
+        async with (
+            GroupMember(server.address, "sinks") as first,
+            GroupMember(server.address, "sinks") as second,
+        ):
+            shown = await asyncio.to_thread(dcpctl, server, "consumer", "groups")
+            listed = await asyncio.to_thread(dcpctl, server, "consumer", "groups", "-o", "json")
+            return [first.member, second.member], shown, listed.stdout
+
+    members, shown, listed = asyncio.run(of_two())
+    row = json.loads(listed)
+    assert (row["name"], row["epoch"]) == ("sinks", 2)
+    assert row["members"] == dict.fromkeys(members, 512)
+    assert all(member in shown.stdout for member in members)
+    left = json.loads(dcpctl(server, "consumer", "groups", "-o", "json").stdout)
+    assert (left["epoch"], left["members"]) == (4, {})

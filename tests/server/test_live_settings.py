@@ -16,8 +16,8 @@ CHANGES = {
     "compact_interval": "3s", "connections_max": "50", "connections_per_user_max": "7",
     "history_bytes": "3MiB", "history_window": "2h", "idle_timeout": "90s",
     "item_cache_bytes": "2MiB", "log_level": "error", "memtable_bytes": "5MiB",
-    "purge_age": "4h", "receive_buffers_bytes_max": "64MiB", "send_buffers_bytes_max": "65MiB",
-    "slow_after": "5ms", "write_wait": "4s",
+    "purge_age": "4h", "receive_buffers_bytes_max": "64MiB", "scrub_period": "3d",
+    "send_buffers_bytes_max": "65MiB", "slow_after": "5ms", "write_wait": "4s",
 }  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def test_every_live_setting_reaches_its_part(
             assert node.engine.keyspace.memtable_bytes_max == 5 << 20
             assert node.meter.slow.slow_s == 0.005
             assert node._backpressure.wait_s == 4
+            assert node._scrubbing.period_s == 3 * 86400
             monkeypatch.setattr(resource, "getrlimit", lambda _which: (1000, 1000))
             with pytest.raises(ValueError, match="at most 680: the process may have 1000 files"):
                 node.live.change("connections_max", "900")

@@ -220,3 +220,9 @@ def test_dcpctl_names_the_partitions_that_there_are(
     out, err = capfdbinary.readouterr()
     assert code, out
     assert re.search(rb"no partition 64|0 to 63", err), err
+
+
+def test_deletions_are_kept_in_all_partitions_that_there_are(server: DcpdProcess) -> None:
+    to = ("--server", server.address)
+    assert run([*to, "consumer", "keep", "away", "--for", "7d", "--bytes", "1GiB"]) == 0
+    assert run([*to, "consumer", "forget", "away", "--yes"]) == 0

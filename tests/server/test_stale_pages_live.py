@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from struct import unpack_from
@@ -172,8 +173,11 @@ def test_no_answer_comes_from_an_outdated_page(copy: Aged, table: str, kind: str
             for key, answer in zip(others, asked(client, requests), strict=True):
                 if answer.status == Status.OK:
                     documents[key] = b"set anew"
+        is_rebuilt = (table, kind) == ("by_key", "leaf")  # from the versions
+        while is_rebuilt and check_answers(server, documents):
+            time.sleep(0.05)
         refused = check_answers(server, documents)
-        assert refused, "the damage is gone, without a repair"
+        assert bool(refused) != is_rebuilt, "damage is gone without a repair, or stays"
         run("clients.cli", "--server", server.address, "compact")
         assert check_answers(server, documents) >= refused - set(more) - set(others)
         server.stop()

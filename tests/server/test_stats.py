@@ -12,7 +12,7 @@ from vbucket.engine.leadership import set_leader_epoch
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 
-OTHER_PARTS = ("about", "ports", "hub", "connections", "merging", "health", "prefixes")
+OTHER_PARTS = ("about", "ports", "hub", "connections", "merging", "scrubbing", "health", "prefixes")
 
 
 def ask(request: bytes, *, fenced: int | None = None) -> Rows | None:

@@ -66,10 +66,14 @@ def flip(path: Path, at: int) -> None:
 
 
 def flip_value(folder: Path) -> None:
-    """Change a bit within a value in the store. Without checksums of pages, only its own tells."""
+    """Change bits within a value in the store; one could be put back. Without checksums of pages,
+    only its own tells.
+    """
     (folder / "store" / SUMS_FILE_NAME).unlink()
     path = folder / "store" / "data.mdb"
-    flip(path, path.read_bytes().rindex(VALUE[:500]) + 100)
+    at = path.read_bytes().rindex(VALUE[:500])
+    flip(path, at + 100)
+    flip(path, at + 150)
 
 
 def test_a_whole_folder_is_clean_and_is_not_touched(folder: Path) -> None:

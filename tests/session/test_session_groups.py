@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.session.group_command import GroupBeat, GroupRecord, after_beat
+from dcp.session.group_command import GroupBeat, GroupRecord, after_beat, owners_after
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
@@ -32,7 +32,15 @@ def connected(node: MemoryNode) -> Peer:
 
 
 def beat(node: MemoryNode, member: str, **more: Any) -> Any:
-    """Beat, and return the answer once it is committed."""
+    """Beat, and return epoch and members once that is committed; or the status of a refusal."""
+    answer = share(node, member, **more)
+    if isinstance(answer, dict):
+        del answer["vbuckets"]
+    return answer
+
+
+def share(node: MemoryNode, member: str, **more: Any) -> Any:
+    """The same, with the partitions of the member."""
     vb_id = vbucket_of(KEY, node.partitions)
     value = json.dumps({"member": member, "lease_ms": 1000, **more}).encode()
     peer = connected(node)
@@ -50,6 +58,43 @@ def test_members_join_die_and_leave(node: MemoryNode) -> None:
     assert beat(node, "b") == {"epoch": 3, "members": ["b"]}, "a has not beaten for its lease"
     assert beat(node, "a") == {"epoch": 4, "members": ["b", "a"]}
     assert beat(node, "b", leaves=True) == {"epoch": 5, "members": ["a"]}
+
+
+def test_members_keep_their_partitions_as_far_as_possible(node: MemoryNode) -> None:
+    alone = share(node, "a")["vbuckets"]
+    assert alone == list(range(node.partitions))
+    second = share(node, "b")["vbuckets"]
+    first = share(node, "a")["vbuckets"]
+    assert sorted(first + second) == alone
+    third = share(node, "c")["vbuckets"]
+    assert set(share(node, "a")["vbuckets"]) < set(first)
+    assert set(share(node, "b")["vbuckets"]) < set(second)
+    node.crash()
+    assert share(node, "c")["vbuckets"] == third
+    assert share(node, "c", leaves=True)["vbuckets"] == []
+    assert set(share(node, "a")["vbuckets"]) == set(first), "c had it in between"
+
+
+@given(
+    st.lists(st.sampled_from("abcdef"), max_size=40), st.sets(st.sampled_from("abcdefg")),
+    st.integers(1, 40),
+)  # fmt: skip
+def test_shares_are_equal_and_few_change_hands(
+    before: list[str], after: set[str], count: int
+) -> None:
+    members = sorted(after)
+    owners = owners_after(before, members, count)
+    if not members:
+        assert owners == []
+        return
+    assert len(owners) == count
+    sizes = {name: owners.count(name) for name in members}
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    kept = sum(now == was for now, was in zip(owners, before, strict=False))
+    had = sorted((before[:count].count(name) for name in members), reverse=True)
+    least, over = divmod(count, len(members))
+    best = sum(min(size, least + (at < over)) for at, size in enumerate(had))
+    assert kept == best
 
 
 def test_an_epoch_survives_crashes_and_leases_begin_anew(node: MemoryNode) -> None:
@@ -97,12 +142,12 @@ def test_only_the_master_of_its_partition_coordinates(node: MemoryNode) -> None:
 )
 def test_each_change_of_the_members_begins_an_epoch(acts: list[tuple[str, int, bool]]) -> None:
     """A member that beats within its lease stays; one that does not is out with the next beat."""
-    record, leases, now_ns = GroupRecord(0, []), dict[str, tuple[int, int]](), 0
+    record, leases, now_ns = GroupRecord(0, [], []), dict[str, tuple[int, int]](), 0
     heard: dict[str, int] = {}
     for member, waits_ms, leaves in acts:
         now_ns += waits_ms * MS
         before = record
-        record = after_beat(record, leases, GroupBeat(member, 1000, leaves), now_ns)
+        record = after_beat(record, leases, GroupBeat(member, 1000, leaves), now_ns, 8)
         heard[member] = now_ns - 1_000 * MS if leaves else now_ns
         assert set(record.members) == {
             name for name, at_ns in heard.items() if now_ns - at_ns < 1_000 * MS

@@ -20,7 +20,7 @@ KINDS: Final = ("dead", *CUTS)
 UNDER_LOAD_NS: Final = 150 * MS
 """There is load for so long before it breaks."""
 WITHIN_NS: Final = 6 * SECOND
-"""What a dead node takes: its lease of 3 s, an election, and the shrinking of in-sync sets. Clients
+"""What a dead node takes: its lease, an election, and the shrinking of in-sync sets. Clients
 that wait for it have their timeouts beside that."""
 NODES_MIN: Final = 3
 

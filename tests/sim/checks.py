@@ -18,7 +18,7 @@ from sim.checkers import (
     replica_reads,
     streams,
 )
-from sim.facts import Facts, Operation
+from sim.facts import Excuse, Facts, Operation
 from sim.plan import Plan
 
 
@@ -74,10 +74,15 @@ DURING: Final[dict[str, Callable[[Facts], list[str]]]] = {
 }
 
 
+def failovers(facts: Facts, plan: Plan) -> list[Excuse]:
+    """Return from where on failovers may have lost writes without a durability frame."""
+    return histories.failovers(facts.masterships) if plan.acknowledge == "master" else []
+
+
 def linear(facts: Facts, plan: Plan, operations: Sequence[Operation]) -> tuple[list[str], int]:
     """Check operations, given what may have cut history back, and what has expired."""
     expired = expiries.Expiries(plan).events(operations)
-    return linearizable.check([*operations, *expired], [*facts.excuses, *facts.failovers])
+    return linearizable.check([*operations, *expired], [*facts.excuses, *failovers(facts, plan)])
 
 
 ONE_MESSAGE_BYTES: Final = 1000
@@ -97,7 +102,7 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     )
     found += named(
         "answered writes",
-        histories.lost_writes(facts.operations, facts.final, facts.excuses, facts.failovers),
+        histories.lost_writes(facts.operations, facts.final, facts.excuses, failovers(facts, plan)),
     )
     if facts.master_map is not None:
         found += named("same documents", streams.maps(facts.master_map, facts.consumer_maps))

@@ -142,7 +142,7 @@ def _cut_to_watermark(
     """A replica gives up what is above the HW that it knows, before it follows a new master."""
     part = core._engine.partitions[vb_id]
     if epoch > part.leader_epoch and part.committed_seqno < part.high_seqno:
-        core.roll_back(vb_id, epoch, part.committed_seqno)
+        core.roll_back(vb_id, epoch, part.committed_seqno, part.committed_seqno)
     return _position(core, vb_id, epoch)
 
 

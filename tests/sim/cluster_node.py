@@ -141,7 +141,7 @@ class ClusterNode(SingleNode):
         self.member = node.node_id
         self.session = ClusterSession(
             ROOT, self.member, machine.host.incarnation,
-            CoordinatorSettings(elects_uncleanly=plan.unclean),
+            CoordinatorSettings(elects_uncleanly=plan.unclean), lease_s=plan.lease_s,
         )  # fmt: skip
         self.life = MapLife(self.session.view, machine.sent_map)
         self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
@@ -375,7 +375,7 @@ class ClusterNode(SingleNode):
                 self._record.masterships.append(
                     Mastership(
                         self._world.now_ns, self.name, self.host.incarnation, part.vb_id, epoch,
-                        part.vb_uuid,
+                        part.vb_uuid, part.failover.current.seqno,
                     )
                 )  # fmt: skip
                 self._record_committed((part.vb_id,))

@@ -202,6 +202,8 @@ class Mastership(NamedTuple):
     vb_id: int
     epoch: int
     vb_uuid: int
+    since_seqno: int = 0
+    """The seqno at which its version began. A later loss may take the version itself away."""
 
 
 class Lacking(NamedTuple):
@@ -317,9 +319,6 @@ class Facts:
         """The newest id of each name that exists."""
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
-        self.failovers: list[Excuse] = []
-        """Of a cluster with `acknowledge=master`: from where on a failover may have lost writes
-        without a durability frame."""
         self.lacking: list[Lacking] = []
         self.kept: list[Kept] = []
         self.handed: dict[tuple[int, int], int] = {}

@@ -229,6 +229,7 @@ class SingleNode:
                 part.vb_id,
                 part.leader_epoch,
                 part.vb_uuid,
+                part.failover.current.seqno,
             )
         )  # fmt: skip
         record.committed.append(

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from failover.coordinator.membership import LEASE_TTL_S
 from sim.facts import Kind
 from sim.world import MS, SECOND
 from vbucket.model.ids import vbucket_of
@@ -77,7 +78,7 @@ WEIGHTS: dict[Kind, float] = {
 _FIXED = frozenset({"nodes", "kinds", "kind_weights", "waits_for_masters", "unclean"})
 """Fields that `changed` leaves alone: other options say the first, and these belong together."""
 CLUSTER_GRACE_MS = 4500
-"""With an in-sync set of two, an election waits until a dead node's lease (3 s) is over."""
+"""With an in-sync set of two, an election waits until a dead node's lease is over."""
 
 
 class Plan(NamedTuple):
@@ -153,6 +154,8 @@ class Plan(NamedTuple):
     unheard_ns: int = 600 * MS
     """After so long without news of a master's node, it is reported."""
     commit_timeout_ns: int = 2000 * MS
+    lease_s: int = LEASE_TTL_S
+    """Of a node's membership in the metadata store."""
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""
@@ -203,6 +206,8 @@ def widened(plan: Plan, draw: random.Random) -> Plan:
         lag_ns=draw.choice((700, 1000, 1000, 1600)) * MS,
         unheard_ns=draw.choice((450, 600, 600, 900)) * MS,
         commit_timeout_ns=draw.choice((1000, 2000, 2000, 4000)) * MS,
+        lease_s=(lease_s := draw.choice((2, 3, 3, 4))),
+        grace_ns=plan.grace_ns + (plan.nodes > 1) * max(0, lease_s - LEASE_TTL_S) * SECOND,
     )
 
 

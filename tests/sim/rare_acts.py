@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 LOOK_NS: Final = 100 * MS
 LOOKS: Final = 40
 """How often a master compacts until a replica lacks what is gone."""
-LEASE_MS: Final = 3000
-"""How long a dead node counts as alive; see `failover.coordinator.membership`."""
 UNCLEAN_MS: Final = 1200
 """How long nobody of an in-sync set has to be left, and a little more."""
 BYTES_PER_S: Final = 1_500
@@ -70,15 +68,16 @@ def last_in_sync(scene: Scene) -> None:
     than its lease, and an operator elects one of the others, which lack what it had committed.
     """
     controls, master, vb_id = scene.controls, scene.master, scene.vb_id
+    lease_ms = scene.faults.stage.plan.lease_s * 1000
     mends = [scene.cut(master, other, 3000 * MS) for other in scene.others]
 
     def die() -> None:
-        down_ms = LEASE_MS + UNCLEAN_MS
+        down_ms = lease_ms + UNCLEAN_MS
         scene.later(
             scene.between(20, 300), scene.one_of("kill", "power_cut"), master,
             scene.between(down_ms + 300, down_ms + 1500),
         )  # fmt: skip
-        for at_ms in range(LEASE_MS, down_ms + 300, 300):
+        for at_ms in range(lease_ms, down_ms + 300, 300):
             scene.after(at_ms * MS, elect)
         scene.after(500 * MS, lambda: [mend() for mend in mends])
 

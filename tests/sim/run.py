@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from sim.acts import Acts
 from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
-from sim.checkers import histories, receipts
-from sim.checks import DURING, PROBLEM, Violation, at_the_end, linear, named
+from sim.checkers import receipts
+from sim.checks import DURING, PROBLEM, Violation, at_the_end, failovers, linear, named
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
@@ -318,8 +318,6 @@ class Simulation:
         self._look_at_nodes()
         found, unsure = named(PROBLEM, facts.problems), 0
         if not found:
-            if self.plan.acknowledge == "master":
-                facts.failovers = histories.failovers(facts.masterships, facts.final)
             texts, unsure = linear(facts, self.plan, facts.operations)
             found += named("linearizable", texts)
             found += named("receipts", self._check_receipts())
@@ -343,7 +341,7 @@ class Simulation:
 
     def _check_receipts(self) -> list[str]:
         facts = self.facts
-        excuses = [*facts.excuses, *facts.failovers]
+        excuses = [*facts.excuses, *failovers(facts, self.plan)]
         gone = receipts.lost_by_election(facts.operations, facts.final, excuses)
         on_disk = {machine.name: kept(machine.disk) for machine in self.machines}
         return [

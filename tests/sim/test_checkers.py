@@ -61,8 +61,8 @@ class TestLostWrites:
 
     def test_a_failover_excuses_writes_without_a_frame(self) -> None:
         """With `acknowledge=master`: what the new master's version began below, and no more."""
-        masterships = [Mastership(2, "n1", 1, 0, 1, A), Mastership(20, "n2", 1, 0, 2, B)]
-        cuts = histories.failovers(masterships, [self.final])
+        masterships = [Mastership(2, "n1", 1, 0, 1, A), Mastership(20, "n2", 1, 0, 2, B, 7)]
+        cuts = histories.failovers(masterships)
         assert histories.lost_writes([written(8)], [self.final], [], cuts) == []
         durable = written(8)
         durable.level = 1
@@ -70,8 +70,8 @@ class TestLostWrites:
         assert histories.lost_writes([written(8, at_ns=30)], [self.final], [], cuts), "later"
         other = self.final._replace(entries={7: fingerprint(1, 99)})
         assert histories.lost_writes([written(7)], [other], [], cuts[1:]), "below the version"
-        handover = Mastership(40, "n1", 1, 0, 3, B)
-        assert histories.failovers([*masterships, handover], [self.final]) == cuts
+        handover = Mastership(40, "n1", 1, 0, 3, B, 7)
+        assert histories.failovers([*masterships, handover]) == cuts
 
     def test_what_was_compacted_is_not_lost(self) -> None:
         final = self.final._replace(entries={9: fingerprint(9, 99)})

@@ -1,4 +1,5 @@
-"""python -m tests.soak COMMAND: starts a long run. All but flip and subdoc can be resumed."""
+"""python -m tests.soak COMMAND: starts a long run. All but flip, mend and subdoc can be
+resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from sim.run import Options
 from support.etcd_members import IS_MISSING
-from tests.soak import check, churn, flip, kill, power, proxy, simulate, subdoc
+from tests.soak import check, churn, flip, kill, mend, power, proxy, simulate, subdoc
 from tests.soak.attack import run as attacking
 from tests.soak.cluster import run as cluster
 from tests.soak.fuzz import resident_bytes, run_round
@@ -90,6 +91,13 @@ def soak_cluster(arguments: argparse.Namespace) -> int:
     )
 
 
+def soak_mend(arguments: argparse.Namespace) -> int:
+    """Damage stores in a folder of its own; return the exit code."""
+    logging.getLogger().setLevel(logging.CRITICAL)
+    with TemporaryDirectory() as folder:
+        return mend.run(Path(folder), damages=arguments.damages, seed=arguments.seed)
+
+
 def attack(arguments: argparse.Namespace) -> int:
     """Run what `add_attack` has parsed; return the exit code."""
     if arguments.case is not None:
@@ -146,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
+    mending = commands.add_parser("mend", help="damages of one copy of a cluster, under load")
+    mending.add_argument("--damages", type=int, default=1_000)
+    mending.add_argument("--seed", type=int, default=1)
+    mending.set_defaults(run=soak_mend)
     _add_models(commands)
     add_attack(commands)
     add_cluster(commands)

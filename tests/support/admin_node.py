@@ -158,7 +158,7 @@ class SmallNode:
         self.bucket, self.num_vbuckets = "default", 1024
         self.refusals = Refusals()
         self.meter = Meter()
-        self.dumps = self.backups = self.consumers = None
+        self.dumps = self.backups = self.consumers = self.scrubbing = None
         self.cluster = None
         self.console = SimpleNamespace(
             view=None,

@@ -226,7 +226,8 @@ class ClusterHere:
         await until_so(
             lambda: (
                 not any(self.hands_over(name) for name in self.nodes)
-                and sum(len(self.active(name)) for name in self.nodes) == 1024
+                and sum(len(self.active(name)) for name in self.nodes)
+                == max(node.engine.num_vbuckets for node in self.nodes.values())
                 and all(self.in_sync(name) == {copies} for name in self.nodes)
                 and not any(self.plans(name) for name in self.nodes)
             )

@@ -62,7 +62,7 @@ class Replica:
             raise ReplicationError(self.refuses_welcomes)
         self.done.append(("welcomed", vb_id, welcome.epoch))
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
         self.done.append(("rolled back", vb_id, epoch, seqno))
         self.high[vb_id] = min(seqno, self.high[vb_id])
 

@@ -36,6 +36,10 @@ EXAMPLES = ROOT / "examples" / "demos"
 FLIGHTS_CSV = ROOT / "tests" / "data" / "flights-2013-01.csv.zip"
 ROWS = 4000
 
+TABLE_ROW = re.compile(
+    r"  (?P<name>\w+( \w+)?) +(?P<documents>[\d,]+) +(?P<differences>[\d,]+)  (?P<story>.+)"
+)
+
 pytestmark = [pytest.mark.crash, pytest.mark.foreign]
 needs_etcd = pytest.mark.skipif(
     IS_MISSING, reason="the command etcd is missing (sudo apt-get install etcd-server)"
@@ -65,18 +69,29 @@ def left_behind(folder: Path) -> list[str]:
 @needs_etcd
 @pytest.mark.timeout(900)
 def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> None:
+    """With all that can follow it: a mirror, a group, backups, a Spark query."""
     done = subprocess.run(
-        command("--rows", str(ROWS), "--deaths", "1"),
+        command("--rows", str(ROWS), "--deaths", "1", "--all"),
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "cluster-demo: all equal, nothing lost"
-    summary = {line[:16].strip(): line[16:] for line in lines[1:]}
+    summary = {line[:16].strip(): line[16:] for line in lines[1 : lines.index("")]}
     assert list(summary) == [
         "documents", "answered", "lost", "failovers", "versions", "ambiguous", "replicas",
         "differences", "rate", "time",
     ]  # fmt: skip
+    table = [TABLE_ROW.fullmatch(line) for line in lines[lines.index("") + 2 :]]
+    sides = {row["name"]: row for row in table if row is not None}
+    assert list(sides) == [
+        "writer", "nodes", "copies", "consumer", "mirror", "group", "restored copy", "Spark table",
+    ]  # fmt: skip
+    assert {row["differences"] for row in sides.values()} == {"0"}
+    held = {int(row["documents"].replace(",", "")) for name, row in sides.items()}
+    assert len(held) == 2, "all have the same, and copies twice that"
+    assert int(sides["restored copy"]["story"].split()[0]) > 1, "backups"
+    assert int(sides["group"]["story"].split()[0]) > 0, "deaths of members"
     assert summary["documents"] == f"{ROWS:,} of {ROWS:,} were answered"
     by = {client: int(count) for count, client in re.findall(r"(\d+) by (\w+)", _plain(summary))}
     assert by["KvClient"] + by["SDK"] == ROWS
@@ -106,14 +121,15 @@ def _plain(summary: dict[str, str]) -> str:
 @pytest.mark.timeout(900)
 def test_everything_is_gone_when_it_is_interrupted(tmp_path: Path) -> None:
     with subprocess.Popen(
-        command(), env=environment(tmp_path),  # all rows, or it may be over before the signal
+        command("--all"),  # all rows, or it may be over before the signal
+        env=environment(tmp_path),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stderr is not None
         for line in demo.stderr:
-            if "clients begin at" in line:
+            if "SIGKILL" in line:
                 break
-        assert len(left_behind(tmp_path)) > 6, "the folder, etcd and the nodes"
+        assert len(left_behind(tmp_path)) > 10, "the folder, etcd, the nodes and who follows"
         demo.send_signal(signal.SIGINT)
         said = demo.stderr.read()
         assert demo.wait() == 130, said
@@ -240,25 +256,29 @@ class AnsweringKv:
 
 
 @pytest.mark.parametrize(
-    ("stored", "held", "wrong", "documents", "word"),
+    ("stored", "held", "wrong", "mirrored", "documents", "word"),
     [
-        ({b"k": b"1"}, {b"k": b"1"}, {}, 1, "all equal"),
-        ({}, {}, {}, 1, "answered is b'1', the nodes have nothing"),
-        ({b"k": b"0"}, {b"k": b"0"}, {}, 1, "answered is b'1', the nodes have b'0'"),
-        ({b"k": b"1"}, {}, {}, 1, "the consumer is nothing, the nodes have b'1'"),
+        ({b"k": b"1"}, {b"k": b"1"}, {}, {b"k": b"1"}, 1, "all equal"),
         (
-            {b"k": b"1"}, {b"k": b"1", b"x": b"2"}, {}, 1,
+            {b"k": b"1"}, {b"k": b"1"}, {}, {b"k": b"2"}, 1,
+            "k: the mirror is b'2', the nodes have b'1'",
+        ),
+        ({}, {}, {}, {}, 1, "answered is b'1', the nodes have nothing"),
+        ({b"k": b"0"}, {b"k": b"0"}, {}, {b"k": b"0"}, 1, "answered is b'1', the nodes have b'0'"),
+        ({b"k": b"1"}, {}, {}, {b"k": b"1"}, 1, "the consumer is nothing, the nodes have b'1'"),
+        (
+            {b"k": b"1"}, {b"k": b"1", b"x": b"2"}, {}, {b"k": b"1"}, 1,
             "x: the consumer is b'2', the nodes have nothing",
         ),
         (
-            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": b"0"}}, 1,
+            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": b"0"}}, {b"k": b"1"}, 1,
             "k: the replica on n3 is b'0', the nodes have b'1'",
         ),
         (
-            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": None}}, 1,
+            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": None}}, {b"k": b"1"}, 1,
             "k: the replica on n3 is nothing, the nodes have b'1'",
         ),
-        ({b"k": b"1"}, {b"k": b"1"}, {}, 3, "2 of 3 documents were never answered"),
+        ({b"k": b"1"}, {b"k": b"1"}, {}, {b"k": b"1"}, 3, "2 of 3 documents were never answered"),
     ],
 )  # fmt: skip
 def test_what_is_lost_different_or_never_written_makes_it_fail(
@@ -268,6 +288,7 @@ def test_what_is_lost_different_or_never_written_makes_it_fail(
     stored: dict[bytes, bytes],
     held: dict[bytes, bytes],
     wrong: dict[str, dict[bytes, bytes | None]],
+    mirrored: dict[bytes, bytes],
     documents: int,
     word: str,
 ) -> None:
@@ -275,11 +296,12 @@ def test_what_is_lost_different_or_never_written_makes_it_fail(
     ledger.answered[b"k"] = b"1"
     ledger.by["KvClient"] = 1
     replicas = flights.Compared(2, wrong)
+    followers = [flights.Follower("mirror", mirrored | {b"_dcpd:group:g": b""}, "reads copies")]
 
-    async def run_demo(*_: object) -> object:
+    async def run_demo(*_: object, has_audience: bool) -> object:
         return flights.judged(
-            documents, ledger, stored, held, replicas, gaps_s=[0.5, 1.5], deaths=1, versions=2,
-            rollbacks=0, load_s=1.0,
+            documents, ledger, stored, held, replicas, followers, gaps_s=[0.5, 1.5],
+            deaths=1, versions=2, rollbacks=0, load_s=1.0,
         )  # fmt: skip
 
     monkeypatch.setattr(flights, "run_demo", run_demo)

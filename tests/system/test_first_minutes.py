@@ -22,7 +22,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     program = tmp_path / "dcpctl"
     program.write_text("#!/bin/sh\ntrap 'exit 130' INT\necho first\nwhile :; do sleep 0.1; done\n")
     program.chmod(0o755)
-    terminal = Terminal(tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "xterm"})
+    terminal = Terminal(tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "xterm"}, 30)
     yield terminal
     terminal.close()
 

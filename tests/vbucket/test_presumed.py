@@ -6,6 +6,7 @@ import pytest
 
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
+from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.manifest import manifest_from_json
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE
@@ -106,3 +107,24 @@ def test_damaged_record_of_replaced_version_refuses_start() -> None:
         write.put(BY_KEY_TABLE, key, bytes(record))
     with pytest.raises(StoreDamagedError, match=r"partition 7.*document"):
         node.crash()
+
+
+def test_damage_does_not_end_a_replica() -> None:
+    """The changes are right; only a count needs what cannot be read."""
+    node = stored()
+    changes = ReplicatedChanges(node.engine, node.store)
+    for vb_id in (VB, OTHER):
+        changes._presumed.presumed[vb_id] = [b"\0removed"]
+    record = bytes([0, VB]) + b"\0removed"
+    node.env.flip(BY_KEY_TABLE, record, 5)
+    node.store.refresh()
+    for _ in range(2):
+        changes.settle()
+        assert counts(node) == [3, 4], "the other partition is settled, and once"
+    (met,) = changes.damages
+    assert met.startswith(f"partition {VB}:")
+    node.env.flip(BY_KEY_TABLE, record, 5)
+    node.store.refresh()
+    for _ in range(2):
+        changes.settle()
+        assert counts(node) == [4, 4]

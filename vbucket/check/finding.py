@@ -60,7 +60,10 @@ ADVICE: Final[dict[Kind, str]] = {
     Kind.PAGES: _RESTORE,
     Kind.CRASH: _RESTORE,
     Kind.RECORD: _RESTORE,
-    Kind.BLOCK: "check the disk, and restore a backup; other partitions are not affected",
+    Kind.BLOCK: (
+        "check the disk, and take it from a backup: dcpctl repair --from-backup ARCHIVE while the "
+        "server runs, or a restore; other partitions are not affected"
+    ),
     Kind.GAP: "check the disk, and restore a backup; other partitions are not affected",
     Kind.HISTORY: _REPORT,
     Kind.KEY_RECORD: _BY_STREAM,

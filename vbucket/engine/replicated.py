@@ -39,6 +39,7 @@ from vbucket.model.entry import (
 )
 from vbucket.native import group_run
 from vbucket.store.due import EXPIRY_AT, NO_EXPIRY
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 
 _UNPACK_META = META.unpack_from
@@ -55,6 +56,8 @@ class ReplicatedChanges:
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
+        self.damages: set[str] = set()
+        """What `settle` met. The caller empties it."""
         self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
         self.group_run = group_run(
             engine.partitions, self._presumed.presumed, self._linked_one, self._apply_one
@@ -197,5 +200,14 @@ class ReplicatedChanges:
         return changes if linked is None else linked
 
     def settle(self) -> None:
-        """Correct the counts of documents. Raises StoreDamagedError."""
-        self._presumed.settle()
+        """Correct the counts of documents. Damage must not end the node, because the changes are
+        right: those of a partition that cannot be read are corrected once it is mended.
+        """
+        try:
+            self._presumed.settle()
+        except StoreDamagedError as error:
+            self.damages.add(str(error))
+
+    def forget(self, vb_id: int) -> None:
+        """A partition is cut back: nothing of before counts any more."""
+        self._presumed.presumed.pop(vb_id, None)

@@ -9,6 +9,7 @@ Keys are 1 to 511 bytes (LMDB's limit), in the order of their bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
@@ -47,8 +48,15 @@ class StoreFailedError(Exception):
     """The database failed; the transaction did not happen."""
 
 
+_PARTITION: Final = re.compile(r"partition (\d+):")
 _OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
 """Tables of the store whose keys begin with a partition's id."""
+
+
+def partition_in(why: str) -> int | None:
+    """Return the partition that a text of damage begins with; None: it names none."""
+    found = _PARTITION.match(why)
+    return None if found is None else int(found[1])
 
 
 def place_of(table: str, key: bytes) -> str:

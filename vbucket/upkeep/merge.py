@@ -95,6 +95,7 @@ def merge(
     slice_pages: int = SLICE_PAGES,
     step: Callable[[], None] = lambda: None,
     before_undo: Callable[[int], None] = lambda _: None,
+    mend: Callable[[int], bool] = lambda _: False,
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
@@ -104,11 +105,13 @@ def merge(
     the merge. `native`: use the loops in C where they are built (the result is the same). `step` is
     called after each staged group and each merged partition, and may wait. `before_undo` is called
     with each partition of which stored versions are undone: what others know of its blocks ends.
+    `mend` is called once with a damaged partition, between transactions; True: it is tried again.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then some
     slices may have been merged, and the next merge goes on after them.
     """
     damaged: dict[int, str] = {}
+    tried: set[int] = set()
     high_seqnos: dict[int, int] = {}
     entries = 0
     while True:
@@ -121,6 +124,10 @@ def merge(
                     one.merge_slice(write)
                     before_commit()
         except PartitionDamagedError as error:
+            if error.vb_id not in tried:
+                tried.add(error.vb_id)
+                if mend(error.vb_id):
+                    continue
             damaged[error.vb_id] = str(error)
             if len(one.left_out | damaged.keys()) > DAMAGED_MAX:
                 raise error.cause from error

@@ -1,4 +1,4 @@
-"""dcpctl consumer list, keep, forget: consumers by the name of their checkpoint in the server."""
+"""dcpctl consumer list, groups, keep, forget: consumers that the server knows by name."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class PartlyDoneError(DcpdError):
         "Work with consumers that save their positions in the server (ServerCheckpoint), by the"
         " name of the checkpoint.",
         "dcpctl consumer list",
+        "dcpctl consumer groups",
         "dcpctl consumer keep billing --for 7d --bytes 5GiB",
         "dcpctl consumer forget billing",
     ),
@@ -83,6 +84,36 @@ def list_(*, target: Target) -> None:
 
 
 @consumer.command(
+    "groups",
+    help=help_text(
+        "Show the groups of consumers whose members join and leave by themselves (GroupMember): the"
+        " epoch, which rises with each change, the members, and how many partitions each follows. A"
+        " member that died stays until the next beat of another one.",
+        "dcpctl consumer groups",
+        "dcpctl consumer groups -o json",
+    ),
+)
+@with_target
+def groups(*, target: Target) -> None:
+    """Show groups that live."""
+    found = [row for answer in ask_every_node(target, "GET", PATH) for row in answer["groups"]]
+    found.sort(key=lambda row: str(row["name"]))
+    if target.rows_mode == "json":
+        for row in found:
+            write_json(row)
+        return
+    rows = [
+        (row["name"], row["epoch"], member, count)
+        for row in found
+        for member, count in (row["members"] or {"": 0}).items()
+    ]
+    columns = (
+        ("name", "group"), ("epoch", "epoch"), ("member", "member"), ("partitions", "partitions"),
+    )  # fmt: skip
+    target.show_rows(columns, rows, "the server has no group of consumers")
+
+
+@consumer.command(
     "keep",
     help=help_text(
         "Keep deletions for a consumer while it is away: no purge passes its saved position, until"
@@ -100,7 +131,8 @@ def list_(*, target: Target) -> None:
 def keep(*, target: Target, name: str, for_: str, bytes_: str) -> None:
     """Keep deletions for a consumer."""
     body = {"name": name, "for": for_, "bytes": bytes_}
-    lost = sum(answer["lost"] for answer in _everywhere(target, "keep", body))
+    answers = _everywhere(target, "keep", body)
+    lost = sum(answer["lost"] for answer in answers)
     if lost:
         click.echo(
             f"dcpctl: a purge has passed {name!r} in {lost} partitions before; they begin again at"
@@ -108,7 +140,8 @@ def keep(*, target: Target, name: str, for_: str, bytes_: str) -> None:
             err=True,
         )
     if target.rows_mode == "table":
-        click.echo(f"kept for {name}: {for_}, {bytes_}, in {NUM_VBUCKETS} partitions")
+        count = answers[0]["partitions"]
+        click.echo(f"kept for {name}: {for_}, {bytes_}, in {count} partitions")
 
 
 @consumer.command(
@@ -140,15 +173,17 @@ def _everywhere(target: Target, verb: str, body: dict[str, Any]) -> list[Any]:
     deadline_s = time.monotonic() + target.timeout_s
     answers: list[Any] = []
     done: set[int] = set()
+    count = NUM_VBUCKETS
     while True:
         for answer in ask_every_node(target, "POST", f"{PATH}/{verb}", body):
             answers.append(answer)
             done.update(answer["vbs"])
-        if len(done) == NUM_VBUCKETS:
+            count = answer["partitions"]
+        if len(done) == count:
             return answers
         if time.monotonic() > deadline_s:
             raise PartlyDoneError(
-                f"done in {len(done)} of {NUM_VBUCKETS} partitions: the others have no master that"
+                f"done in {len(done)} of {count} partitions: the others have no master that"
                 " takes writes now",
                 hint="Run it again when dcpctl status shows a master for each.",
             )

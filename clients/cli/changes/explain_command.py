@@ -121,7 +121,7 @@ _COPY_COLUMNS: Final = (
     ("node", "node"),
     ("state", "state"),
     ("in_sync", "in sync"),
-    ("may_lead", "may lead"),
+    ("may_become_master", "may become master"),
     ("high_seqno", "high seqno"),
     ("persisted_seqno", "on disk"),
     ("committed_seqno", "committed"),
@@ -189,7 +189,7 @@ def _write_partition(target: Target, told: dict[str, Any]) -> None:
     _line(text)
     target.show_rows(_COPY_COLUMNS, [_cells(copy) for copy in told["copies"]])
     for copy in told["copies"]:
-        verb = "may lead" if copy["may_lead"] else "may not lead"
+        verb = "may become master" if copy["may_become_master"] else "may not become master"
         _line(f"{copy['node']} {verb}: {copy['why']}")
         if copy["error"]:
             _line(f"  it did not answer this command: {copy['error']}")
@@ -207,7 +207,7 @@ def _cells(copy: dict[str, Any]) -> list[str]:
         "node": copy["node"],
         "state": held.get("state", "not known") if copy["runs"] else "down",
         "in_sync": "yes" if copy["in_sync"] else "no",
-        "may_lead": "yes" if copy["may_lead"] else "no",
+        "may_become_master": "yes" if copy["may_become_master"] else "no",
         "vb_uuid": newest,
     }
     return [str(row.get(name, "")) for name, _ in _COPY_COLUMNS]

@@ -34,7 +34,7 @@ _NODE_COLUMNS: Final = (
     ("changes_per_s", "changes/s"), ("disk", "disk"), ("behind_changes", "behind"),
 )  # fmt: skip
 
-_OF_NAMED_NODE: Final = ("form", "write_refusal", "merge_trouble", "quarantined")
+_OF_NAMED_NODE: Final = ("form", "write_refusal", "merge_trouble", "quarantined", "scrub")
 """What only the node that was named is asked for."""
 
 Problem = dict[str, str]
@@ -272,6 +272,7 @@ def _lines(document: dict[str, Any], world: World | None) -> list[tuple[str, str
         (facts,) = world.nodes.values()
         head.append(("answers", _answers_text(facts)))
         head.append(("disk", _disk_text(facts)))
+        head.append(("scrubber", document["scrub"]))
     return [*head, ("consumers", _consumers_text(document["consumers"]))]
 
 

@@ -1,4 +1,5 @@
-"""dcpctl compact, verify: the storage of a server that runs, and a data folder that no server uses.
+"""dcpctl compact, scrub, verify: the storage of a server that runs, and a data folder that no
+server uses.
 
 `verify` runs the server's own check (`python -m dcp.server.check.verify`) in a child process,
 because clients do not know the storage format.
@@ -14,13 +15,36 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import admin_of
-from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
-from clients.cli.output import write_json, write_rows
+from clients.cli.cluster.cluster_nodes import admin_of_named
+from clients.cli.dcpctl import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_USAGE,
+    Target,
+    Verbs,
+    help_text,
+    with_target,
+)
+from clients.cli.output import shown_text, write_json, write_raw, write_rows
 from clients.cli.partitions.vb_option import with_vbs
 
 TIMEOUT_S: Final = 3600.0
 """The server answers when compaction is done. A store of many gigabytes takes long."""
 
+SCRUB_PATH: Final = "/api/v1/scrub"
+_SCRUB_ROWS: Final = (
+    ("is_running", "a pass is under way"),
+    ("area", "it reads"),
+    ("began_s", "the last pass began (Unix time)"),
+    ("read_bytes", "bytes that it has read"),
+    ("size_bytes", "bytes of store and log"),
+    ("busy_s", "seconds of a processor"),
+    ("ended_s", "a pass ended (Unix time)"),
+    ("passes", "passes that ended"),
+    ("trouble", "why it does not go on"),
+    ("found", "damages ever found"),
+    ("mended", "damages ever mended"),
+)
 _ROWS: Final = (
     ("vbuckets", "partitions compacted"),
     ("versions", "versions dropped"),
@@ -66,6 +90,75 @@ def compact(
         return
     rows = [(heading if mode == "table" else name, report[name]) for name, heading in _ROWS]
     write_rows(mode, [("name", ""), ("value", "")], rows)
+
+
+@click.group(
+    "scrub",
+    cls=Verbs,
+    help=help_text(
+        "Read all that is stored while the server runs, and name what is damaged before a client"
+        " meets it. The server does this by itself, all of it in the setting scrub_period, with at"
+        " most a twentieth of a processor core. docs/scrubbing.md tells what is read.",
+        "dcpctl scrub start",
+        "dcpctl scrub status",
+    ),
+)
+def scrub() -> None:
+    """Read all that is stored, and name damage."""
+
+
+@scrub.command(
+    "start",
+    help=help_text(
+        "Begin to read everything now, and return at once. A pass under way takes all of its share"
+        " of the processor from now on.",
+        "dcpctl scrub start",
+    ),
+)
+@with_target
+def scrub_start(*, target: Target) -> None:
+    """Begin a pass now."""
+    _show_scrub(target, admin_of_named(target).request("POST", SCRUB_PATH))
+
+
+@scrub.command(
+    "status",
+    help=help_text(
+        "Show how far the node that is named has read, and what is damaged: the file, the place,"
+        " the partition, seqnos and keys as far as they are known, and what to do. The exit code is"
+        " 1 if anything is damaged.",
+        "dcpctl scrub status",
+        "dcpctl scrub status -o json",
+    ),
+)
+@with_target
+def scrub_status(*, target: Target) -> int:
+    """Show the progress, and what is damaged."""
+    report: dict[str, Any] = admin_of_named(target).request("GET", SCRUB_PATH)
+    _show_scrub(target, report)
+    return EXIT_FAILED if report["damages"] else EXIT_OK
+
+
+def _show_scrub(target: Target, report: dict[str, Any]) -> None:
+    mode = target.rows_mode
+    if mode == "json":
+        write_json(report)
+        return
+    rows = [(heading if mode == "table" else name, report[name]) for name, heading in _SCRUB_ROWS]
+    write_rows(mode, [("name", ""), ("value", "")], rows)
+    for row in report["damages"]:
+        write_raw(
+            f"! {shown_text(_damage_text(row))}\n  try: {shown_text(row['advice'])}\n".encode()
+        )
+
+
+def _damage_text(row: dict[str, Any]) -> str:
+    parts = [f"{row['kind']}: {row['file']}, {row['where']}"]
+    if row["seqnos"]:
+        parts.append("seqnos {} to {}".format(*row["seqnos"]))
+    if row["keys"]:
+        parts.append("keys {} to {}".format(*row["keys"]))
+    return f"{', '.join(parts)}: {row['what']}"
 
 
 @click.command(

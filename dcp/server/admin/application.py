@@ -71,7 +71,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
     described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
         *partitions.at_the_master(partitions.routes(parts.operations), parts.config),
-        *storage.routes(parts.operations),
+        *storage.routes(parts.operations, parts.scrubbing),
         *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
         *consumer_routes.routes(parts.consumers),

@@ -156,6 +156,14 @@ class CompactRequest(Struct, forbid_unknown_fields=True):
     ] = None
 
 
+class RepairRequest(Struct, forbid_unknown_fields=True):
+    """Versions of an archive, in place of a damaged block."""
+
+    vb: VbId
+    key: Annotated[str, Meta(description="The damage's, as GET /api/v1/scrub names it.")]
+    entries: Annotated[str, Meta(description="The entries as base64, one after the other.")]
+
+
 # -- documents -------------------------------------------------------------------------------------
 
 _Encoded = Annotated[

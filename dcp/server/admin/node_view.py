@@ -23,6 +23,7 @@ from dcp.server.operate.reports import StatusReport
 from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
+from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class AdminParts:
     dumps: Dumps
     collections: CollectionsView
     backups: Backups
+    scrubbing: Scrubbing
     consumers: ConsumerDesk
     status: Callable[[], StatusReport]
     console: ConsoleParts

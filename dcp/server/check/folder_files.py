@@ -3,7 +3,7 @@ it with, or is listed as not read. Changes nothing.
 
 Called by `dcp.server.check.verify`, which holds the folder's lock.
 
-    users.json, cluster.json, map.json, seen.json, backups.json  as at a start of the server
+    users.json, cluster.json, map.json, seen.json, backups.json, scrub.json  as at a start
     discarded/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
     others                                     listed, with the reason why nothing is read
 """
@@ -45,6 +45,7 @@ from dcp.server.storage.folder import (
     log_path,
     store_path,
 )
+from dcp.server.storage.process.scrubbing import SCRUB_FILE, read_scrub
 from failover.replication.receipt import DiscardDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
@@ -158,6 +159,7 @@ _READERS: Final[dict[str, Callable[[Path], object]]] = {
     MAP_FILE: _read_map,
     SEEN_FILE: _read_seen,
     BACKUPS_FILE: read_backups,
+    SCRUB_FILE: read_scrub,
 }
 
 

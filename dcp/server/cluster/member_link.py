@@ -82,6 +82,8 @@ class LoginRefusedError(Exception):
 class NodeLogin:
     """See the module. `own_name` is the name of the node that logs in."""
 
+    body_bytes_max: Final = 1 << 16
+
     def __init__(self, secret: str, own_name: str, *, uses_certificate: bool) -> None:
         self._user = node_user(own_name)
         self._scram = ScramClient([_RFC_MECHANISM], self._user, secret)

@@ -312,6 +312,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="never",
         ),
     ] = 10.0
+    scrub_period_s: Annotated[
+        float,
+        Option(
+            "In what time all that is stored is read once, to find damage before a client meets "
+            "it. It takes at most a twentieth of a processor core, so much data may take longer. "
+            "0: only `dcpctl scrub start` reads.",
+            read_duration,
+            "TIME",
+            1,
+            365 * 86400,
+            zero_means="never",
+        ),
+    ] = 7 * 86400.0
     write_wait_s: Annotated[
         float,
         Option(

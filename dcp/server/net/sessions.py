@@ -129,6 +129,7 @@ class Sessions:
 
     def backfill_failed(self, peer: str, damage: str) -> None:
         """Log that a stream met damaged data and ended."""
+        self._meter.met_damage(damage)
         self._log.info("backfill failed", peer=peer, reason=damage)
 
     def closed_as_usual(self, peer: str, reason: str) -> None:

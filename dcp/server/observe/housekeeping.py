@@ -15,7 +15,10 @@ from typing import Any, Final
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 
-TASKS: Final = ("access", "compaction", "expiry", "figures", "log limits", "read views", "samples")
+TASKS: Final = (
+    "access", "compaction", "expiry", "figures", "log limits", "read views", "repair", "samples",
+    "scrub",
+)  # fmt: skip
 PAUSE_S: Final = 1.0
 """Pause before a failed task is restarted."""
 

@@ -124,7 +124,9 @@ class CopyReport(Struct, frozen=True, kw_only=True):
     node: str
     runs: Annotated[bool, Meta(description="Whether its process is connected to the store.")]
     in_sync: bool
-    may_lead: Annotated[bool, Meta(description="Whether it may become the master, or is it.")]
+    may_become_master: Annotated[
+        bool, Meta(description="Whether it may become the master, or is it.")
+    ]
     why: Annotated[str, Meta(description="Why it may, or may not.")]
 
 

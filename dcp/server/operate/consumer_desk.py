@@ -1,4 +1,4 @@
-"""Named consumers: their saved positions, and what is kept for those that are away.
+"""Named consumers: their saved positions, what is kept for those that are away, and groups.
 
 The admin interface calls it. A node answers for the partitions of which it is the master; `dcpctl
 consumer` asks every node. What is kept is a document of each partition (`vbucket.engine.keeps`), so
@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
@@ -21,12 +22,14 @@ from dcp.server.operate.operations import WritesRefusedError
 from dcp.server.operate.reports import Count, UnixTime, VbId
 from dcp.server.storage.kept_consumers import KeptConsumers
 from dcp.server.storage.waiters import CommitWaiters
+from dcp.session.group_command import group_in
 from vbucket.engine.engine import SET, Engine
 from vbucket.engine.keeps import KeepState, keeps_of, position_of
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import Views
 from vbucket.model.consumer_documents import (
     CHECKPOINT_PREFIX,
+    GROUP_PREFIX,
     KEEPS_MAX,
     Keep,
     checkpoint_of,
@@ -34,6 +37,7 @@ from vbucket.model.consumer_documents import (
     keep_key,
 )
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, time_ns_from_cas
+from vbucket.store.plain_value import plain_value
 
 AT_ONCE: Final = 32
 """Partitions between two turns of the loop."""
@@ -67,10 +71,26 @@ class SavedConsumer(msgspec.Struct):
     ] = {}
 
 
+class LivingGroup(msgspec.Struct):
+    """A group of consumers whose members beat, as of its last change (docs/consumers.md)."""
+
+    name: str
+    vb: Annotated[VbId, Meta(description="The partition whose master has the members' leases.")]
+    epoch: Annotated[Count, Meta(description="Rises with each change of the members.")]
+    members: Annotated[
+        dict[str, int],
+        Meta(
+            description="Member -> partitions that it follows. One that died stays until the next"
+            " beat of another one."
+        ),
+    ]
+
+
 class SavedConsumers(msgspec.Struct):
     """By name."""
 
     consumers: list[SavedConsumer]
+    groups: list[LivingGroup]
 
 
 class KeepingReport(msgspec.Struct):
@@ -82,6 +102,7 @@ class KeepingReport(msgspec.Struct):
         Count, Meta(description="Of them, where a purge has passed the consumer before.")
     ] = 0
     positions: Annotated[Count, Meta(description="Saved positions that were deleted.")] = 0
+    partitions: Annotated[Count, Meta(description="Partitions of the server in all.")] = 0
 
 
 class TooManyKeepsError(Exception):
@@ -108,9 +129,11 @@ class ConsumerDesk:
     async def consumers(self) -> SavedConsumers:
         """Return all that have a saved position, or that deletions are kept for."""
         found: dict[str, SavedConsumer] = {}
+        groups: list[LivingGroup] = []
         await self._kept.look(range(self._engine.num_vbuckets), time.time_ns())
         for part in self._mine():
             await _breathe(part)
+            groups += self._groups(part)
             for key in self._checkpoints(part):
                 about = checkpoint_of(key)
                 position = None if about is None else position_of(self._engine, part, about[0])
@@ -126,7 +149,7 @@ class ConsumerDesk:
                 row = found.setdefault(each.name, SavedConsumer(each.name))
                 row.kept_for_s, row.kept_bytes = each.keep.for_s, each.keep.bytes_max
                 row.states = dict(Counter(row.states) + Counter([each.state.value]))
-        return SavedConsumers([found[name] for name in sorted(found)])
+        return SavedConsumers([found[name] for name in sorted(found)], groups)
 
     async def keep(self, name: str, for_s: float, bytes_max: int) -> KeepingReport:
         """Keep deletions that a consumer has not seen, within these limits, from now on.
@@ -153,7 +176,7 @@ class ConsumerDesk:
             "deletions are kept for a consumer",
             consumer=name, kept_for_s=for_s, kept_bytes=bytes_max, vbuckets=len(vbs), lost=lost,
         )  # fmt: skip
-        return KeepingReport(name, vbs, lost)
+        return KeepingReport(name, vbs, lost, partitions=engine.num_vbuckets)
 
     async def forget(self, name: str) -> KeepingReport:
         """Delete a consumer's saved positions, and keep nothing for it. Raises WritesRefusedError;
@@ -178,7 +201,8 @@ class ConsumerDesk:
         vbs = await self._change(change)
         await self._kept.look(vbs, time.time_ns())
         self._log.info("consumer forgotten", consumer=name, positions=positions, vbuckets=len(vbs))
-        return KeepingReport(name, vbs, positions=positions)
+        count = self._engine.num_vbuckets
+        return KeepingReport(name, vbs, positions=positions, partitions=count)
 
     async def _change(
         self, change: Callable[[Partition, Mapping[str, Keep]], dict[str, Keep]]
@@ -218,7 +242,23 @@ class ConsumerDesk:
 
     def _checkpoints(self, part: Partition, begin: str = "") -> list[bytes]:
         """Return the keys of the positions that a partition has, of names that begin so."""
-        prefix = DEFAULT_COLLECTION_PREFIX + (CHECKPOINT_PREFIX + begin).encode()
+        return self._keys(part, (CHECKPOINT_PREFIX + begin).encode())
+
+    def _groups(self, part: Partition) -> list[LivingGroup]:
+        """Return the groups that a partition's master coordinates."""
+        groups: list[LivingGroup] = []
+        for key in self._keys(part, GROUP_PREFIX):
+            entry = self._engine.document_entry(part, DEFAULT_COLLECTION_PREFIX + key)
+            with suppress(ValueError):  # somebody else's document
+                group = group_in(b"" if entry is None else plain_value(entry))
+                sizes = {name: group.owners.count(name) for name in group.members}
+                name = key[len(GROUP_PREFIX) :].decode("utf-8", "replace")
+                groups.append(LivingGroup(name, part.vb_id, group.epoch, sizes))
+        return groups
+
+    def _keys(self, part: Partition, begin: bytes) -> list[bytes]:
+        """Return the keys of a partition that begin so."""
+        prefix = DEFAULT_COLLECTION_PREFIX + begin
         view = self._views.open(part.vb_id, part.committed_seqno, _OWNER)
         keys: list[bytes] = []
         try:

@@ -24,6 +24,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.storage.backpressure import Backpressure
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.memory_share import item_cache_size
+from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.engine.engine import Engine
 
 
@@ -38,6 +39,7 @@ class LiveParts(NamedTuple):
     engine: Engine
     compaction: Compaction
     backpressure: Backpressure
+    scrubbing: Scrubbing
 
     def follow(self) -> None:
         """Have the parts follow from now on."""
@@ -57,6 +59,7 @@ class LiveParts(NamedTuple):
         follow("compact_interval", self._compact_interval)
         follow("history_window", lambda value: self._window("history_ns", int(value * 1e9)))
         follow("history_bytes", lambda value: self._window("history_bytes", value))
+        follow("scrub_period", self.scrubbing.set_period)
         follow("purge_age", lambda value: self._window("purge_age_ns", int(value * 1e9)))
 
     def _connections_max(self, value: int) -> None:

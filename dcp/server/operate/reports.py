@@ -197,3 +197,4 @@ class StatusReport(Struct, kw_only=True):
     quarantined: Annotated[
         dict[str, str], Meta(description="Partition -> what is damaged in its stored data.")
     ]
+    scrub: Annotated[str, Meta(description="How far the scrubber is, and what it found.")]

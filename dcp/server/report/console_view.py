@@ -303,6 +303,12 @@ class ConsoleView:
         if not health.is_ready:
             why_not = "the server is starting or stopping"
         warnings = []
+        if damages := sources.scrubbing.status.damages:
+            named = f"{damages[-1].file}, {damages[-1].where}"
+            warnings.append(
+                f"stored data is damaged in {len(damages)} places, the last one in {named}: "
+                "dcpctl scrub status has all of them, and what to do"
+            )
         if quarantined := sources.engine.keyspace.quarantined:
             warnings.append(
                 f"{len(quarantined)} partitions are quarantined: their stored data is damaged"

@@ -15,6 +15,7 @@ from dcp.server.observe.meter import Histogram, Meter
 from dcp.server.report.change_ages import ChangeAges
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.faults import FaultTable
 from dcp.stream.hub import StreamHub
 from vbucket.engine.documents.expiry import Pager
@@ -43,6 +44,7 @@ class MetricSources(NamedTuple):
     health: Health
     engine: Engine
     merging: Merging
+    scrubbing: Scrubbing
     pager: Pager
     views: Views
     hub: StreamHub

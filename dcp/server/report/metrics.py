@@ -160,6 +160,37 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         one(lambda of: len(of.engine.keyspace.quarantined)),
     ),
     MetricSpec(
+        "dcpd_damages", "gauge", "", (),
+        "Damages that the scrubber found and that are still there.",
+        "above 0: `dcpctl scrub status` names them, and says what to do",
+        one(lambda of: len(of.scrubbing.status.damages)),
+    ),
+    MetricSpec(
+        "dcpd_damages_found_total", "counter", "", (),
+        "Damages that the scrubber ever found in this data folder.",
+        "rises: check the disk and the memory of this machine",
+        one(lambda of: of.scrubbing.status.found),
+    ),
+    MetricSpec(
+        "dcpd_damages_mended_total", "counter", "", (),
+        "Damages in this data folder that were mended without a command.",
+        "rises: check the disk and the memory of this machine",
+        one(lambda of: of.scrubbing.status.mended),
+    ),
+    MetricSpec(
+        "dcpd_scrubbed_bytes_total", "counter", "bytes", (),
+        "What the scrubber has read of this data folder.",
+        "stands still: `dcpctl scrub status` says why",
+        one(lambda of: of.scrubbing.status.total_bytes),
+    ),
+    MetricSpec(
+        "dcpd_scrub_passes_total", "counter", "", (),
+        "How often the scrubber has read everything.",
+        "does not rise within twice the setting scrub_period: a twentieth of a processor core is"
+        " not enough for the data",
+        one(lambda of: of.scrubbing.status.passes),
+    ),
+    MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
         "Connections that ended because of a bug.",
         "above 0: please report what the log says", one(lambda of: of.meter.session_failures),

@@ -19,6 +19,7 @@ from dcp.server.operate.operations import lag_of
 from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.controls import is_decimal
 from dcp.session.kv.prefix_counts import DELIMITER, PrefixCounts
 from dcp.stream.active_stream import ActiveStream
@@ -50,6 +51,7 @@ class Stats:
         hub: StreamHub,
         connections: Connections,
         merging: Merging,
+        scrubbing: Scrubbing,
         health: Health,
         prefixes: PrefixCounts,
     ) -> None:
@@ -59,6 +61,7 @@ class Stats:
         self._hub = hub
         self._connections = connections
         self._merging = merging
+        self._scrubbing = scrubbing
         self._health = health
         self._prefixes = prefixes
         self._groups: dict[str, Callable[[], Rows]] = {
@@ -117,6 +120,7 @@ class Stats:
             write_refusal=self._health.write_refusal,
             merge_trouble=self._merging.trouble,
             cas_ahead=cas_ahead(engine),
+            scrub=self._scrubbing.brief(),
             quarantined={str(vb_id): why for vb_id, why in engine.keyspace.quarantined.items()},
         )
 

@@ -283,7 +283,7 @@ NEEDS: Final[dict[int, Need]] = {
         ),
         _STREAM_NEED,
     ),
-    Opcode.X_REPLICA_ACK: Need(((Role.REPLICATE,),)),
+    **dict.fromkeys((Opcode.X_REPLICA_ACK, Opcode.X_READ_VERSIONS), Need(((Role.REPLICATE,),))),
     **dict.fromkeys(
         (
             Opcode.SET_COLLECTIONS_MANIFEST, Opcode.COMPACT_DB, Opcode.STOP_PERSISTENCE,

@@ -123,8 +123,9 @@ def plan_changes(
         if found is None or vb_id in busy or is_done(view, found.content.record, chain):
             continue
         record = found.content.record
+        kept = with_those_in_sync(view, record, chain)
         room = FILLING_IN_ALL_MAX - in_all
-        after = next_record(view, record, chain, able if room >= len(chain) else ())
+        after = next_record(view, record, kept, able if room >= len(kept) else ())
         if after is record or after is None:
             continue
         added = after.filling - record.filling
@@ -197,11 +198,23 @@ def _surplus(
     return going if is_enough or record.isr.isdisjoint(going) else []
 
 
+def with_those_in_sync(view: ClusterView, record: ReplicationRecord, chain: Chain) -> Chain:
+    """Return the chain of a partition, for a cancellation with copies in sync beside it while it is
+    shorter than the cluster wants: those of nodes that were down when it was asked for, and came
+    back.
+    """
+    if view.plan is None or view.plan.content.kind is not PlanKind.CANCEL or view.cluster is None:
+        return chain
+    missing = max(0, view.cluster.content.copies - len(chain))
+    in_sync = (each for each in record.copies if each in record.isr and view.stays(each))
+    return (*chain, *[each for each in in_sync if each not in chain][:missing])
+
+
 def is_done(view: ClusterView, record: ReplicationRecord, chain: Chain) -> bool:
     """Return whether a partition is as the plan wants it. A first copy that does not run becomes
     master when it is back (`ClusterRecord.masters_return_s`).
     """
-    first = chain[0]
+    first, chain = chain[0], with_those_in_sync(view, record, chain)
     return (
         record.copies == chain
         and not record.filling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from failover.coordinator.partition_choices import AGAIN_NS
+from failover.coordinator.plans.plan_steps import next_record, with_those_in_sync
 from failover.coordinator.plans.request_answers import (
     Answer,
     Prepared,
@@ -27,8 +28,8 @@ from failover.rules.replication_record import add_copy, create, elect, expand, s
 from support.planned_cluster import PARTITIONS, Cluster, even
 
 
-@pytest.mark.parametrize("then", ["rebalance", "drain", "move", "set", "failover"])
-def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
+def _with_cancellation() -> Cluster:
+    """Return a cluster with a cancellation that waits for two nodes."""
     cluster = Cluster(cut="ad")  # some copies of the first plan are being filled
     cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
     cluster.run(AGAIN_NS / 1e9 + 0.5)
@@ -42,6 +43,12 @@ def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> Non
     plan = cluster.view.plan
     assert plan is not None
     assert plan.content.kind is PlanKind.CANCEL
+    return cluster
+
+
+@pytest.mark.parametrize("then", ["rebalance", "drain", "move", "set", "failover"])
+def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
+    cluster = _with_cancellation()
     view, stamp = cluster.view, cluster.stamp()
     asked = {
         "rebalance": lambda: rebalance(view, stamp),
@@ -70,6 +77,29 @@ def test_cancellation_that_is_asked_again_does_without_the_dead() -> None:
     assert _kept_chain(lacking, 3, "ab") == ("c", "d", "e")
     assert _kept_chain(lacking, 3, "abd") == ("c", "e"), "a new copy is made elsewhere"
     assert _kept_chain(lacking, 3, "abcde") == ("a", "c", "e")
+
+
+def test_who_comes_back_into_sync_stays_in_a_cancellation() -> None:
+    """It was down when the cancellation was asked for again; the cluster wants three copies."""
+    cluster = _with_cancellation()
+    members = "cad"
+    record, chain = create(members), ("c",)
+    lacking = shrink(record, "a")
+    assert with_those_in_sync(cluster.view, record, chain) == ("c", "a", "d")
+    assert next_record(cluster.view, record, ("c", "a", "d"), ()) is record
+    assert with_those_in_sync(cluster.view, lacking, chain) == ("c", "d"), "a is not in sync"
+    assert with_those_in_sync(cluster.view, record, ("a", "b", "c")) == ("a", "b", "c")
+    cluster.nodes["a"].kill()
+    cluster.run(8)
+    assert with_those_in_sync(cluster.view, record, chain) == chain, "nobody else runs"
+
+
+def test_other_plans_have_the_chains_that_they_name() -> None:
+    cluster = Cluster()
+    cluster.nodes["b"].is_paused = True
+    cluster.ask(drain(cluster.view, "n-b", cluster.stamp()))
+    record = cluster.records()[0]
+    assert with_those_in_sync(cluster.view, record, record.copies[:1]) == record.copies[:1]
 
 
 def _prepared(answer: Answer) -> Prepared:

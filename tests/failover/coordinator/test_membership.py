@@ -32,7 +32,7 @@ ROOT = b"/dcpd/x/"
 KEYS = ClusterKeys(ROOT)
 MS = 1_000_000
 TICK_NS = 50 * MS
-FOLDER = ProcessFacts("boot/1/7", "n1", 1, ("127.0.0.1:11210", "127.0.0.1:8091"))
+FOLDER = ProcessFacts("boot/1/7", "n1", 1, 1, ("127.0.0.1:11210", "127.0.0.1:8091"))
 COPY = FOLDER._replace(place="boot/1/8", addresses=("127.0.0.1:11220", "127.0.0.1:8101"))
 
 
@@ -163,7 +163,7 @@ def test_an_address_of_a_node_that_lives_is_refused(cluster: Cluster, number: in
     cluster.run(0.2)
     addresses = ["127.0.0.1:11220", "127.0.0.1:8101"]
     addresses[number] = FOLDER.addresses[number]
-    other = ProcessFacts("boot/1/9", "n2", 1, tuple(addresses))
+    other = ProcessFacts("boot/1/9", "n2", 1, 1, tuple(addresses))
     second = cluster.start(other, 1, "m2")
     cluster.run(BLOCKED_LEASES * LEASE_TTL_S + 1)
     assert second.membership.state is MembershipState.REFUSED

@@ -28,6 +28,8 @@ from failover.replication.messages import (
     Greeting,
     ReplicaPosition,
     decode,
+    pack_rollback,
+    unpack_rollback,
 )
 from support.replica_line import EPOCH, GREETING, Line, entries, shared
 
@@ -83,6 +85,12 @@ def test_after_rollback_it_cuts_off_and_asks_again_at_once() -> None:
     [again] = line.requests()
     assert again.opaque != opaque
     assert parse_stream_request(again.extras).start_seqno == 4
+
+
+def test_a_rollback_tells_how_far_both_have_the_same_history() -> None:
+    assert unpack_rollback(1, pack_rollback(0, 7)) == (0, 7)
+    assert unpack_rollback(1, pack_rollback(4, 2)) == (4, 4), "what is not asked for stays"
+    assert unpack_rollback(1, U64.pack(4)) == (4, 4), "a master of 0.2.0"
 
 
 def test_rollbacks_that_cut_nothing_are_not_asked_without_pause() -> None:

@@ -19,6 +19,7 @@ from failover.replication.handover import (
     GROUP_REST_NS_MAX,
     HANDING_NS_MAX,
     REST_NS,
+    UNWRITTEN_GROUP_MAX,
 )
 from failover.replication.mastership import Service
 from failover.replication.messages import FORMAT, Greeting, encode
@@ -452,7 +453,8 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": FORMAT + 1}, "Upgrade the older"),
+        ({"format": FORMAT + 1, "oldest": FORMAT + 1}, "Upgrade the older"),
+        ({"format": FORMAT - 1, "oldest": FORMAT - 2}, "Upgrade the older"),
         ({"cluster": "other"}, "belongs to cluster 'other'"),
         ({"member": "stranger"}, "stranger is no member"),
         ({"master": "c"}, "wants to reach member c; here is a"),
@@ -464,6 +466,13 @@ def test_who_is_refused(change: dict[str, object], words: str) -> None:
     told = {"format": FORMAT, "cluster": CLUSTER, "member": "b", "incarnation": 1, "master": "a"}
     with pytest.raises(ReplicationError, match=words):
         cluster.a.core.master.open_feed(encode(Greeting(**(told | change))), lambda: None)
+
+
+def test_a_replica_of_the_next_version_is_let_in() -> None:
+    """It speaks the format of this one as well."""
+    cluster = CoreCluster()
+    greeting = Greeting(FORMAT + 1, CLUSTER, "b", 1, "a", oldest=FORMAT)
+    assert cluster.a.core.master.open_feed(encode(greeting), lambda: None) is not None
 
 
 def test_both_sides_are_on_one_epoch() -> None:
@@ -506,6 +515,26 @@ def test_handovers_go_in_groups_and_hold_only_their_writers() -> None:
     rested_ns = cluster.now_ns + FOLLOWED_NS_MAX + GROUP_REST_NS_MAX
     due = handovers.due(rested_ns, others)
     assert due == list(range(GROUP_MAX, 2 * GROUP_MAX)), "it holds up nobody any longer"
+
+
+def test_partitions_never_written_go_in_larger_groups() -> None:
+    """Nobody waits for them: a new cluster spreads its masters in less time."""
+    cluster = serving()
+    leading = cluster.a.core.master
+    one = leading.masterships[VB]
+    others = {}
+    for vb_id in range(2 * UNWRITTEN_GROUP_MAX):
+        part = copy(one.part)
+        part.vb_id, part.high_seqno = vb_id, vb_id % 2  # every second one was written
+        part.committed_seqno = part.high_seqno
+        others[vb_id] = copy(one)
+        others[vb_id].part = part
+    leading.handovers.wait(others)
+    due = leading.handovers.due(cluster.now_ns, others)
+    assert due == list(range(0, 2 * UNWRITTEN_GROUP_MAX, 2))
+    for vb_id in due[1:]:
+        others[vb_id].part.high_seqno = others[vb_id].part.committed_seqno = 1
+    assert len(leading.handovers.due(cluster.now_ns, others)) == GROUP_MAX
 
 
 def test_partitions_without_open_changes_are_handed_over_first() -> None:

@@ -140,6 +140,19 @@ def test_who_says_nothing_leaves_although_nothing_is_written() -> None:
     assert ticks(master, 2 * S, "c") == shrink(RECORD, "b")
 
 
+def test_who_left_in_silence_joins_when_it_is_heard_again() -> None:
+    master = mastership(5)
+    acknowledge(master, "b", "c", seqno=5)
+    later_ns = NOW + 2 * S
+    heard_ns = {"b": later_ns, "c": NOW}
+    assert master.changed_isr(NOW, ALIVE, {"b": NOW, "c": NOW}) is None
+    assert master.changed_isr(later_ns, ALIVE, heard_ns) == shrink(RECORD, "c")
+    master.take_record(shrink(RECORD, "c"))
+    assert master.changed_isr(later_ns, ALIVE, heard_ns) is None, "it would leave at once"
+    again = master.changed_isr(later_ns, ALIVE, heard_ns | {"c": later_ns})
+    assert again == expand(master.record, "c")
+
+
 def test_nobody_leaves_because_the_master_stood_still() -> None:
     master = mastership(5)
     acknowledge(master, "b", "c", seqno=5)

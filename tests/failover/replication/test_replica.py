@@ -66,6 +66,21 @@ def test_nothing_is_cut_off_before_it_is_kept() -> None:
     assert cluster.a.told(CutOff) == [cut], "it is kept once"
 
 
+def test_a_purge_cuts_off_what_the_master_has_without_a_file() -> None:
+    cluster = parted()
+    cluster.run(LONG)
+    cluster.b.put(b"\0other")
+    cluster.run(100 * MS)
+    cluster.b.part.purge_seqno = 2  # so the ROLLBACK is to 0
+    reconcile(cluster)
+    (cut,) = cluster.a.told(CutOff)
+    assert (cut.first_seqno, cut.last_seqno) == (2, 3), "both have the first change"
+    cluster.a.core.replica.kept(cut)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 0
+    assert cluster.a.told(CutOff) == [cut]
+
+
 def test_a_file_that_could_not_be_written_is_tried_again() -> None:
     cluster = parted()
     reconcile(cluster)

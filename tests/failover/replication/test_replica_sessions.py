@@ -102,7 +102,10 @@ def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
 @pytest.mark.parametrize(
     ("greeting", "text"),
     [
-        (Greeting(FORMAT + 1, CLUSTER, "b", 1, "a"), "Upgrade the older of the two"),
+        (
+            Greeting(FORMAT + 1, CLUSTER, "b", 1, "a", oldest=FORMAT + 1),
+            "Upgrade the older of the two",
+        ),
         (
             Greeting(FORMAT, "other", "b", 1, "a"),
             "member b belongs to cluster 'other', this node to",

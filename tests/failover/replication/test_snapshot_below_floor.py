@@ -211,7 +211,7 @@ def test_a_part_is_cut_back_to_the_start_of_the_snapshot() -> None:
     assert partly(pair, 4).start == 2
     assert pair.replica.documents() != before
     pair.cut()
-    pair.replica.core.replica.roll_back(VB, 2, 3)
+    pair.replica.core.replica.roll_back(VB, 2, 3, 3)
     part = pair.replica.part
     assert (part.high_seqno, part.incomplete_snapshot) == (2, None)
     assert pair.replica.documents() == before

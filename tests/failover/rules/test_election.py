@@ -181,7 +181,7 @@ def test_with_min_in_sync_1_all_copies_speak_or_one_is_sure():
 
 
 @pytest.mark.parametrize(
-    ("record", "member", "runs", "may_lead", "why"),
+    ("record", "member", "runs", "may_become_master", "why"),
     [
         (ABC, "a", True, True, "it is the master"),
         (ABC, "a", False, False, "does not run"),
@@ -193,8 +193,8 @@ def test_with_min_in_sync_1_all_copies_speak_or_one_is_sure():
     ],
 )
 def test_who_may_become_master_and_why(
-    record: ReplicationRecord, member: str, runs: bool, may_lead: bool, why: str
+    record: ReplicationRecord, member: str, runs: bool, may_become_master: bool, why: str
 ) -> None:
     told = eligibility(record, member, runs=runs)
-    assert told.may_lead == may_lead
+    assert told.may_become_master == may_become_master
     assert why in told.why

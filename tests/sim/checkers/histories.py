@@ -83,17 +83,17 @@ def is_excused_by(
     )
 
 
-def failovers(masterships: Iterable[Mastership], final: Iterable[History]) -> list[Excuse]:
+def failovers(masterships: Iterable[Mastership]) -> list[Excuse]:
     """Return what failovers may have cut off, if masters answer alone (`acknowledge=master`): all
     above the start of a new master's own version, until that master began to serve. A handover
     begins no version, and loses nothing.
     """
-    began = {(item.vb_id, uuid): seqno for item in final for uuid, seqno in item.versions}
+    seen: set[tuple[int, int]] = set()
     cuts = []
     for item in masterships:
-        seqno = began.pop((item.vb_id, item.vb_uuid), None)
-        if seqno is not None:
-            cuts.append(Excuse(item.at_ns, item.vb_id, seqno, "failover", item.at_ns))
+        if (item.vb_id, item.vb_uuid) not in seen:
+            seen.add((item.vb_id, item.vb_uuid))
+            cuts.append(Excuse(item.at_ns, item.vb_id, item.since_seqno, "failover", item.at_ns))
     return cuts
 
 

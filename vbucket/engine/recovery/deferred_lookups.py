@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import is_deleted
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 
 
@@ -56,9 +57,19 @@ class DeferredLookups:
         return True
 
     def settle(self) -> None:
-        """Look up the presumed documents and correct the counts. Raises StoreDamagedError."""
-        for vb_id, keys in self.presumed.items():
+        """Look up the presumed documents and correct the counts. Raises StoreDamagedError for a
+        partition that cannot be read: its keys stay for the next call, and all others are done.
+        """
+        damage: StoreDamagedError | None = None
+        for vb_id, keys in tuple(self.presumed.items()):
             keys.sort()
-            for key in self._store.keys_without_document(vb_id, keys):
+            try:
+                without = self._store.keys_without_document(vb_id, keys)
+            except StoreDamagedError as error:
+                damage = error
+                continue
+            del self.presumed[vb_id]
+            for key in without:
                 self._count(self._partitions[vb_id], key, 1)
-        self.presumed.clear()
+        if damage is not None:
+            raise damage

@@ -44,6 +44,11 @@ class PageFile:
         """The whole file as of when it was last mapped."""
         return self._view
 
+    @property
+    def fileno(self) -> int:
+        """Its descriptor, to read from it with system calls."""
+        return self._fd
+
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
         if self._fd >= 0:

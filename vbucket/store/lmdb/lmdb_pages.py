@@ -48,18 +48,18 @@ METAS: Final = 2
 """Meta pages: the first pages of a file. A transaction writes the one of its parity."""
 _MAGIC: Final = 0xBEEFC0DE
 _DATA_VERSION: Final = 1
-_BRANCH, _LEAF, _META = 1, 2, 8
-_BIG_VALUE: Final = 1
+BRANCH, _LEAF, _META = 1, 2, 8
+BIG_VALUE: Final = 1
 _TABLE: Final = 2
 """Flags of a node: its value is on pages of its own; it is a table's record."""
-_KINDS: Final = {_BRANCH: "branch", _LEAF: "leaf"}
-_NODES_MIN: Final = {_BRANCH: 2, _LEAF: 1}
+_KINDS: Final = {BRANCH: "branch", _LEAF: "leaf"}
+_NODES_MIN: Final = {BRANCH: 2, _LEAF: 1}
 _NO_ROOT: Final = 2**64 - 1
 DEPTH_MAX: Final = 32
 _PAGE_BYTES_MIN, _PAGE_BYTES_MAX = 256, 0x8000
 _HEADER: Final = Struct("=QHHHH")
 """Page number, pad, flags, lower and upper end of the free space between slots and nodes."""
-_HEADER_BYTES: Final = _HEADER.size
+HEADER_BYTES: Final = _HEADER.size
 _NODE: Final = Struct("=IHH")
 """Size of the value (of a branch: low bits of the child's number), flags (high bits), key size."""
 _NODE_BYTES: Final = _NODE.size
@@ -69,9 +69,9 @@ root."""
 TREE_RECORD_BYTES: Final = _TREE.size
 _META_BODY: Final = Struct("=II16x48s48sQQ")
 """Magic, version, the trees of free pages and of tables, last page, transaction."""
-META_BYTES: Final = _HEADER_BYTES + _META_BODY.size
+META_BYTES: Final = HEADER_BYTES + _META_BODY.size
 _U64: Final = Struct("=Q")
-_page_number: Final = _U64.unpack_from
+page_number: Final = _U64.unpack_from
 _key_bytes: Final = Struct("=H").unpack_from
 MAIN_TABLE: Final = "(tables)"
 FREE_TABLE: Final = "(free pages)"
@@ -126,7 +126,7 @@ class Page:
         self.keys = keys = [
             raw[at + _NODE_BYTES : end] for at, end in zip(slots, ends, strict=True)
         ]
-        if self.kind == _BRANCH:
+        if self.kind == BRANCH:
             keys[0] = b""
             self.children = [low | flags << 32 for low, flags, _ in nodes]
         else:
@@ -134,7 +134,7 @@ class Page:
                 (end, size, flags) for end, (size, flags, _) in zip(ends, nodes, strict=True)
             ]
             ends = [
-                end + (_U64.size if flags & _BIG_VALUE else size) for end, size, flags in self.nodes
+                end + (_U64.size if flags & BIG_VALUE else size) for end, size, flags in self.nodes
             ]
         if max(ends) > len(raw) or (self.kind == _LEAF and not keys[0]):
             return _OUTSIDE
@@ -266,7 +266,7 @@ class PageReader:
         depth, root, _ = self._state.free
         level = [] if root == _NO_ROOT else [root]
         for _ in range(1, depth):
-            pages = [self._page(FREE_TABLE, b"", number, _BRANCH) for number in level]
+            pages = [self._page(FREE_TABLE, b"", number, BRANCH) for number in level]
             level = [child for page in pages for child in page.children]
         for number in level:
             page = self._page(FREE_TABLE, b"", number, _LEAF)
@@ -333,7 +333,7 @@ class PageReader:
         low = b""
         high: bytes | None = None
         for _ in range(1, depth):
-            page = self._page(table, key, number, _BRANCH)
+            page = self._page(table, key, number, BRANCH)
             keys = page.keys
             if keys[1] < low or (high is not None and keys[-1] >= high):
                 raise self._misplaced(table, key, number)
@@ -397,7 +397,7 @@ class PageReader:
             there = raw[slot + _NODE_BYTES : end]
             if there < lowest or (highest is not None and there >= highest):
                 raise self._misplaced(table, key, number)
-            if end + (_U64.size if flags & _BIG_VALUE else size) > len(raw):
+            if end + (_U64.size if flags & BIG_VALUE else size) > len(raw):
                 raise self._damaged(table, key, number, _OUTSIDE)
             found.append((there, self._value(table, there, number, (end, size, flags))))
         self._compare(table, key, number, raw)
@@ -469,23 +469,27 @@ class PageReader:
         stop = start + self._page_bytes
         if not METAS <= number <= self._state.last_page or stop > len(self._view):
             raise self._damaged(table, key, number, "is not in the file")
-        raw = bytes(self._view[start:stop])
+        raw = self._bytes(table, key, start, stop)
         own, _, flags, lower, upper = _HEADER.unpack_from(raw)
         if own != number:
             raise self._damaged(table, key, number, f"says that it is page {own}")
         if flags != kind:
             raise self._damaged(table, key, number, f"is not a {_KINDS[kind]} page (flags {flags})")
-        count = (lower - _HEADER_BYTES) // 2
+        count = (lower - HEADER_BYTES) // 2
         if count < _NODES_MIN[kind]:
             raise self._damaged(table, key, number, f"has {count} nodes")
         if not lower <= upper <= len(raw) or lower & 1:
             what = f"has its free space from {lower} to {upper}"
             raise self._damaged(table, key, number, what)
-        slots = unpack_from(f"={count}H", raw, _HEADER_BYTES)
+        slots = unpack_from(f"={count}H", raw, HEADER_BYTES)
         is_within = min(slots) == upper and max(slots) <= len(raw) - _NODE_BYTES
         if not is_within or len(set(slots)) != count:
             raise self._damaged(table, key, number, _OUTSIDE)
         return raw, slots
+
+    def _bytes(self, _table: str, _key: bytes, start: int, stop: int) -> bytes:
+        """Return bytes of the file."""
+        return bytes(self._view[start:stop])
 
     def _value(self, table: str, key: bytes, number: int, node: tuple[int, int, int]) -> memoryview:
         """Return a value of a leaf."""
@@ -493,11 +497,11 @@ class PageReader:
         start = number * self._page_bytes + place
         if not flags:
             return self._view[start : start + size]
-        if flags != _BIG_VALUE:
+        if flags != BIG_VALUE:
             raise self._damaged(table, key, number, f"has a node with the flags {flags}")
-        (number,) = _page_number(self._view, start)
+        (number,) = page_number(self._view, start)
         first = number * self._page_bytes
-        start = first + _HEADER_BYTES
+        start = first + HEADER_BYTES
         if number > self._state.last_page or start + size > len(self._view):
             raise self._damaged(table, key, number, "holds a value that is not within the file")
         if self._sums is not None:
@@ -522,20 +526,20 @@ def _text(table: str, key: bytes, number: int, what: str) -> str:
 
 def pages_of(size: int, page_bytes: int) -> int:
     """Return how many pages a value of this size takes if it has pages of its own."""
-    return -(-(size + _HEADER_BYTES) // page_bytes)
+    return -(-(size + HEADER_BYTES) // page_bytes)
 
 
 def is_meta(data: memoryview) -> bool:
     """Whether a page begins as the meta pages of this format do."""
     words = (_MAGIC, _DATA_VERSION)
-    head = bytes(data[_HEADER_BYTES : _HEADER_BYTES + 8])
+    head = bytes(data[HEADER_BYTES : HEADER_BYTES + 8])
     return head == b"".join(word.to_bytes(4, sys.byteorder) for word in words)
 
 
 def read_meta(data: bytes, slot: int) -> Meta | None:
     """Return the content of a meta page from its first META_BYTES, None if it is invalid."""
     number, _, flags, _, _ = _HEADER.unpack_from(data)
-    magic, version, free, main, last_page, transaction = _META_BODY.unpack_from(data, _HEADER_BYTES)
+    magic, version, free, main, last_page, transaction = _META_BODY.unpack_from(data, HEADER_BYTES)
     page_bytes: int = _TREE.unpack(free)[0]
     is_sound = (
         number == slot

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from pathlib import Path
 from struct import Struct
 from typing import Final
@@ -109,6 +110,15 @@ class PageSums:
         """Return the checksum that a page has to have, None if there is none."""
         at = ENTRIES_AT + number
         return None if self._entries is None or at >= len(self._entries) else self._entries[at]
+
+    def put(self, number: int, crc: int) -> None:
+        """Replace the checksum of a page that is mended. Raises OSError."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, crc.to_bytes(4, sys.byteorder), 4 * (ENTRIES_AT + number))
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _load(self) -> None:
         try:

@@ -1,10 +1,14 @@
 """What operators can do to the store as a whole.
 
 POST /api/v1/compact   answers when it is done
+GET  /api/v1/scrub     how far the scrubber is, and what it found
+POST /api/v1/repair    versions of an archive in place of a damaged block
+POST /api/v1/scrub     have it read everything now; answers at once
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -16,17 +20,20 @@ from dcp.server.admin.answers import (
     partitions_of,
     read_body,
 )
-from dcp.server.admin.bodies import CompactRequest
+from dcp.server.admin.bodies import CompactRequest, RepairRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
+from dcp.server.storage.process.scrubbing import Scrubbing, ScrubStatus
+from dcp.server.storage.process.store_queue import FAILURES
+from vbucket.log.record import LogDamagedError, split_entries
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 
-def routes(operations: Operations) -> list[RouteSpec]:
+def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
     """Return the routes."""
 
     async def compact(request: Request) -> Response:
@@ -49,12 +56,70 @@ def routes(operations: Operations) -> list[RouteSpec]:
                 try_this="try again once the cause is gone; what was done stays done",
             ) from error
 
+    async def scrub_status(_request: Request) -> Response:
+        return json_answer(scrubbing.status)
+
+    async def scrub_start(_request: Request) -> Response:
+        return json_answer(scrubbing.start())
+
     return [
+        _repair_route(scrubbing),
+        RouteSpec(
+            "GET", "/api/v1/scrub", scrub_status, answer=ScrubStatus,
+            summary="Show how far the scrubber is, and what is damaged.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/scrub", scrub_start, answer=ScrubStatus,
+            summary="Have the scrubber read all that is stored now; answer at once.",
+        ),
         RouteSpec(
             "POST", "/api/v1/compact", compact, body=CompactRequest, answer=CompactionReport,
             summary="Compact partitions now; answer when it is done.",
-        )
+        ),
     ]  # fmt: skip
+
+
+def _repair_route(scrubbing: Scrubbing) -> RouteSpec:
+    async def repair(request: Request) -> Response:
+        body = await read_body(request, RepairRequest)
+        try:
+            entries = split_entries(b64decode(body.entries, validate=True))
+        except (ValueError, LogDamagedError) as error:
+            raise invalid(f'"entries": {error}') from error
+        rows = scrubbing.blocks_lacking()
+        row = next((row for row in rows if (row.vb, row.key) == (body.vb, body.key)), None)
+        if row is None:
+            raise AdminError(
+                HTTPStatus.NOT_FOUND,
+                "there is nothing to repair",
+                why="no block of versions is known to be damaged there",
+                try_this="see GET /api/v1/scrub",
+            )
+        try:
+            is_mended = await scrubbing.put_versions(row, entries, "an archive")
+        except FAILURES as error:
+            raise AdminError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "it was not repaired", why=str(error),
+                try_this="try again once the cause is gone; nothing was changed",
+            ) from error  # fmt: skip
+        if not is_mended:
+            raise AdminError(
+                HTTPStatus.CONFLICT,
+                "it was not repaired",
+                why="these versions are not what was there: the checksums differ, or some lack",
+                try_this="use another archive; nothing was changed",
+            )
+        return json_answer(scrubbing.status)
+
+    return RouteSpec(
+        "POST",
+        "/api/v1/repair",
+        repair,
+        body=RepairRequest,
+        answer=ScrubStatus,
+        summary="Put versions of an archive in place of a damaged block, if the checksums that"
+        " are known of it prove that they are what was there.",
+    )
 
 
 def _duration(text: str | None, name: str, setting: str) -> float | None:

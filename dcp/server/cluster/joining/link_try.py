@@ -50,6 +50,7 @@ from dcp.server.cluster.member_link import (
     refusal_of,
 )
 from dcp.server.cluster.node_map import host_and_port, tls_address_of
+from dcp.server.cluster.version_request import VersionsRequest
 from dcp.server.observe.tasks import Tasks
 from dcp.session.access.auth import AuthStep
 from dcp.wire.feature import Feature
@@ -112,6 +113,8 @@ class Fault(NamedTuple):
 class DialBackRequest:
     """The request of a newcomer, as what is said on a connection."""
 
+    body_bytes_max: Final = READ_BYTES
+
     def __init__(self, request: LinkRequest) -> None:
         self._request = request
         self.answer: LinkAnswer | None = None
@@ -137,7 +140,7 @@ class DialBackRequest:
         return b""
 
 
-Login = NodeLogin | DialBackRequest
+Login = NodeLogin | DialBackRequest | VersionsRequest
 """What is said on a connection."""
 
 
@@ -176,7 +179,7 @@ async def fault_of(
 
 
 async def _say(login: Login, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    decoder = FrameDecoder(READ_BYTES)
+    decoder = FrameDecoder(login.body_bytes_max)
     writer.write(_TELL_REASONS + login.first())
     while not login.is_in:
         data = await reader.read(READ_BYTES)

@@ -19,9 +19,12 @@ from failover.coordinator.records import (
 )
 from failover.metadata.metastore import KeyValue, Range, Txn, TxnResult
 from failover.replication.messages import FORMAT as PROTOCOL
+from failover.replication.messages import FORMAT_OLDEST as PROTOCOL_OLDEST
+from failover.replication.messages import common_format
 
 VERSION_ADVICE: Final = (
-    "A cluster needs one version of dcpd: stop all of its nodes, then start all with the same one"
+    "Versions of dcpd that follow each other run side by side. For others stop all of the nodes, "
+    "then start all with the same one"
 )
 _ADDRESS_ADVICE: Final = (
     "Start this node with other ports (--port, --admin-port) or with its own host "
@@ -44,7 +47,7 @@ def place_of(data_dir: Path) -> str:
 
 def facts_of(data_dir: Path, own: MemberRecord) -> ProcessFacts:
     """Return what the process tells; `own` is its record, with the ports that it listens on."""
-    return ProcessFacts(place_of(data_dir), own.name, PROTOCOL, addresses_of(own))
+    return ProcessFacts(place_of(data_dir), own.name, PROTOCOL, PROTOCOL_OLDEST, addresses_of(own))
 
 
 def addresses_of(own: MemberRecord) -> tuple[str, ...]:
@@ -85,7 +88,8 @@ def unfit_by(alive: Iterable[KeyValue], member: str) -> str:
             other = decode_record(item, AliveRecord)
         except RecordUnreadableError as error:
             return f"a node that runs has another version of dcpd: {error}"
-        if other.member != member and other.protocol != PROTOCOL:
+        is_common = common_format(other.protocol, other.oldest_protocol)
+        if other.member != member and not is_common:
             return (
                 f"node {other.name or other.member} speaks version {other.protocol} of the "
                 f"replication protocol, and this dcpd speaks version {PROTOCOL}"

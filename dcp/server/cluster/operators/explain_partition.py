@@ -49,7 +49,7 @@ def explain_partition(replicated: ReplicatedNode, vb_id: int) -> ExplainedPartit
         copies.append(
             CopyReport(
                 node=name_of(view, member), runs=runs, in_sync=member in record.isr,
-                may_lead=told.may_lead, why=told.why,
+                may_become_master=told.may_become_master, why=told.why,
             )
         )  # fmt: skip
     trouble, advice = why_unwritable(replicated, vb_id)

@@ -36,6 +36,7 @@ import cbor2
 
 from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from dcp.server.storage.process.scrub_work import ScrubReport, ScrubWork
 from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
@@ -264,6 +265,21 @@ class StoreProcess:
         if stdin is not None and not stdin.is_closing():
             stdin.write(HEAD.pack(FORGET, 0, number))
 
+    async def scrub(self, place: list[Any], log_end: list[int], suspects: list[int]) -> ScrubReport:
+        """Read the next piece of the store or the log, and the partitions `suspects`; name what is
+        damaged, and mend what this folder alone can prove. `place` is a `ScrubPlace`, `log_end` a
+        `LogEnd`.
+        """
+        request = {"op": "scrub", "place": place, "log_end": log_end, "suspects": suspects}
+        return ScrubReport(*await self._request(request))
+
+    async def put_versions(self, key: bytes, entries: list[bytes]) -> str:
+        """Mend a block of `by_seqno` with versions of another copy; return how, "" if they are not
+        what was there.
+        """
+        how: str = await self._request({"op": "put_versions", "key": key, "entries": entries})
+        return how
+
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
         used_bytes: int = await self._request({"op": "used_bytes"})
@@ -373,6 +389,7 @@ class StoreWork:
         self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
+        self._scrub = ScrubWork(log_folder.parent)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request and return the reply; an error of `_ERRORS` becomes a reply.
@@ -396,7 +413,7 @@ class StoreWork:
         report = merge(
             self._env, segments, before_commit=self._before_commit,
             slice_pages=self._slice_pages, step=self._rests.step,
-            before_undo=self._compactor.begin_again,
+            before_undo=self._compactor.begin_again, mend=self._scrub.mend_partition,
         )  # fmt: skip
         return report, self._rests.rested_s
 
@@ -455,6 +472,14 @@ class StoreWork:
             before_commit=self._before_commit,
         )  # fmt: skip
 
+    def scrub(self, request: dict[str, Any]) -> ScrubReport:
+        """Read a piece."""
+        return self._scrub.piece(request)
+
+    def put_versions(self, request: dict[str, Any]) -> str:
+        """Mend a block."""
+        return self._scrub.put_versions(request)
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -466,6 +491,8 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
     "load": StoreWork.load,
+    "scrub": StoreWork.scrub,
+    "put_versions": StoreWork.put_versions,
     "used_bytes": StoreWork.used_bytes,
 }
 

@@ -1,0 +1,190 @@
+"""A real server whose scrubber reads everything: it names what is damaged before a client asks, and
+mends what the folder itself can prove.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
+from support.raw_client import RawClient
+from support.server import DcpdProcess
+from vbucket.model.ids import vbucket_of
+
+KEYS = 2_000
+
+
+def dcpctl(node: DcpdProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clients.cli", "--server", node.address, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def done(node: DcpdProcess, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def value_of(number: int) -> bytes:
+    return random.Random(number).randbytes(900)
+
+
+def write(server: DcpdProcess) -> None:
+    with RawClient(server.port) as client:
+        client.send(
+            b"".join(
+                pack_request(
+                    Opcode.SETQ, key=key, value=value_of(number), extras=bytes(8),
+                    vb_id=vbucket_of(key, 64),
+                )
+                for number, key in enumerate(b"key %04d" % number for number in range(KEYS))
+            )
+        )  # fmt: skip
+        assert client.ask(Opcode.NOOP).status == Status.OK
+
+
+def status_of(server: DcpdProcess) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(dcpctl(server, "scrub", "status", "-o", "json").stdout)
+    return report
+
+
+def scrubbed(server: DcpdProcess, passes: int) -> dict[str, Any]:
+    """Have everything read; return what the scrubber says then."""
+    done(server, "scrub", "start")
+    while True:
+        report = status_of(server)
+        if report["passes"] >= passes and not report["is_running"]:
+            return report
+        time.sleep(0.05)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with DcpdProcess(folder, "--partitions", "64") as server:
+        write(server)
+        assert dcpctl(server, "compact").returncode == 0
+        write(server)  # the log has something, too
+        whole = scrubbed(server, 1)
+        assert whole["damages"] == []
+        assert whole["read_bytes"] > KEYS * 900
+        assert "nothing is damaged" in done(server, "status")
+
+        tables = layout_of(folder / "store")
+        block = max(tables["by_seqno"].large)
+        for at in (100, 200):  # two bits: no checksum names them
+            flip(folder / "store" / "data.mdb", block * PAGE_BYTES + 3 * PAGE_BYTES + at)
+        leaf = min(tables["failover"].leaves)
+        overwrite(folder / "store", leaf, "zeros")
+        segment = max((folder / "log").glob("*.log"))
+        flip(segment, 40_000)
+
+        report = scrubbed(server, 2)
+        named = dcpctl(server, "scrub", "status")
+        assert named.returncode == 1
+        found = {row["kind"]: row for row in report["damages"]}
+        assert set(found) == {"block", "pages", "log"}, report["damages"]
+        vb_id = int.from_bytes(tables["by_seqno"].large[block][:2], "big")
+        assert found["block"]["vb"] == vb_id
+        assert found["block"]["seqnos"]
+        assert "table failover" in found["pages"]["where"]
+        assert found["pages"]["vb"] == 0, "the first leaf"
+        assert found["log"]["file"] == f"log/{segment.name}"
+        for row in report["damages"]:
+            assert row["advice"] in named.stdout
+            assert row["file"] in named.stdout
+        audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
+        assert sum(line["event"] == "damage" for line in audit) == 3
+        assert "3 damages" in done(server, "status")
+
+
+def wrong_answers(server: DcpdProcess) -> dict[int, int]:
+    """GET everything; return the number of refusals by status. No answer has a wrong value."""
+    refused: dict[int, int] = {}
+    with RawClient(server.port) as client:
+        for number in range(KEYS):
+            key = b"key %04d" % number
+            answer = client.ask(Opcode.GET, key=key, vb_id=vbucket_of(key, 64))
+            if answer.status:
+                refused[answer.status] = refused.get(answer.status, 0) + 1
+            else:
+                assert answer.value == value_of(number)
+    return refused
+
+
+def test_what_the_folder_can_prove_is_mended(tmp_path: Path) -> None:
+    """By a pass, after a client met it, and before a merge would put it into quarantine."""
+    folder = tmp_path / "data"
+    path = folder / "store" / "data.mdb"
+    arguments = ("--partitions", "64", "--item-cache-bytes", "0")
+    with DcpdProcess(folder, *arguments) as server:
+        write(server)
+        assert dcpctl(server, "compact").returncode == 0
+        tables = layout_of(folder / "store")
+        sound = path.read_bytes()
+        keys, blocks = tables["by_key"], tables["by_seqno"]
+        overwrite(folder / "store", max(keys.leaves), "zeros")
+        overwrite(folder / "store", min(keys.leaves), "other")
+        flip(path, max(blocks.large) * PAGE_BYTES + 2 * PAGE_BYTES)  # the body of a block
+        flip(path, min(blocks.large) * PAGE_BYTES + 40)  # the columns of one
+        flip(path, min(blocks.branches or blocks.leaves) * PAGE_BYTES + 20)
+        report = scrubbed(server, 1)
+        assert report["damages"] == []
+        assert report["mended"] == 5
+        assert wrong_answers(server) == {}
+        audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
+        assert sum(line["event"] == "repair" for line in audit) == 5
+        page = max(blocks.large) * PAGE_BYTES
+        assert (
+            path.read_bytes()[page : page + 3 * PAGE_BYTES] == sound[page : page + 3 * PAGE_BYTES]
+        )
+
+        overwrite(folder / "store", max(keys.leaves), "zeros")
+        flip(path, max(blocks.large) * PAGE_BYTES + 2 * PAGE_BYTES)
+        while wrong_answers(server):
+            time.sleep(0.05)
+        assert status_of(server)["mended"] == 7
+
+        write(server)
+        overwrite(folder / "store", max(layout_of(folder / "store")["by_key"].leaves), "zeros")
+        assert dcpctl(server, "compact").returncode == 0
+        assert "quarantined" not in server.output
+        assert wrong_answers(server) == {}
+        assert server.stop() == 0
+    verified = dcpctl(server, "verify", str(folder))
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_a_pass_goes_on_after_a_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with DcpdProcess(folder, "--partitions", "64", "--scrub-period", "0") as server:
+        write(server)
+        assert dcpctl(server, "compact").returncode == 0
+        began = scrubbed(server, 1)["began_s"]
+        assert server.stop() == 0
+    kept = json.loads((folder / "scrub.json").read_text())
+    kept["status"] |= {"is_running": True, "passes": 4}
+    kept |= {"area": 4, "key": (30).to_bytes(2, "big").hex()}
+    (folder / "scrub.json").write_text(json.dumps(kept))
+    with DcpdProcess(folder, "--scrub-period", "0") as server:
+        while (report := status_of(server))["is_running"]:
+            time.sleep(0.05)
+        assert report["passes"] == 5
+        assert report["began_s"] == began
+        assert report["read_bytes"] > 0

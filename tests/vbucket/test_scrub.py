@@ -1,0 +1,354 @@
+"""The scrubber's reading: a sound store has no damage; of a damaged one nothing is left out."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp.core.scrub_pace import BUSY_MAX, FIRST_S, REST_MAX_S, due_in_s, rest_s
+from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
+from vbucket.check.mend import BIT, REBUILT, mend
+from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
+from vbucket.engine.partition import VbState
+from vbucket.log.device import pack_segment_header
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.record import pack_group
+from vbucket.model.entry import pack_mutation
+from vbucket.store.block import build_blocks
+from vbucket.store.key_record import by_key_items
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.lmdb.lmdb_file import PageFile
+from vbucket.store.lmdb.page_mend import PageMender, flipped_bit
+from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    TABLES,
+    PartitionRecord,
+    put_partition,
+)
+
+KEYS = 400
+RECORD = PartitionRecord(
+    int(VbState.ACTIVE), KEYS, 0, 0, KEYS, KEYS, 1, [[7, 0, 1]], last_seqno=KEYS, versions=KEYS,
+    keys=KEYS,
+)  # fmt: skip
+SALT = 0x1234567890ABCDEF
+VBS = range(8)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scrub") / "store"
+    draw = random.Random(2)
+    env = LmdbEnv(folder, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:
+        for vb_id in VBS:
+            keys = [b"\0key that is long %04d" % number for number in range(KEYS)]
+            entries = [
+                pack_mutation(
+                    vb_id=vb_id, key=key, value=draw.randbytes(draw.choice((20, 300))), cas=seqno,
+                    seqno=seqno, rev_seqno=1, epoch=1,
+                )
+                for seqno, key in enumerate(keys, 1)
+            ]  # fmt: skip
+            write.put_sorted(BY_KEY_TABLE, by_key_items(vb_id.to_bytes(2, "big"), keys, entries))
+            write.put_sorted(
+                BY_SEQNO_TABLE, build_blocks(vb_id, entries, seqno_before=0, body_bytes_target=9000)
+            )
+            put_partition(write, vb_id, RECORD)
+    env.close()
+    return folder
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def damages_in(folder: Path, piece_bytes: int = 1) -> list[Damage]:
+    """Read all tables in small pieces."""
+    file = PageFile(folder)
+    place, found = ScrubPlace(), []
+    while AREAS[place.area] != "log":
+        piece = TableScrub(PageScan(file)).piece(place, piece_bytes, lambda: False)
+        assert piece.place > place, "each piece moves on"
+        place = piece.place
+        found += piece.damages
+    file.close()
+    return found
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 30])
+def test_a_sound_store_has_no_damage(sound: Path, piece_bytes: int) -> None:
+    assert damages_in(sound, piece_bytes) == []
+
+
+def test_all_pairs_are_read(sound: Path) -> None:
+    """What is found is what the tables have, so nothing is left out unseen."""
+    env, file = LmdbEnv(sound, TABLES, map_size_bytes=1 << 30), PageFile(sound)
+    snapshot = env.snapshot()
+    for table in TABLES:
+        found, key, scan = [], b"\0", PageScan(file)
+        while (leaf := scan.leaf(table, key)).behind is not None:
+            found, key = found + leaf.found, leaf.behind
+        rows = [(key, bytes(value)) for key, value in snapshot.range(table, b"\0")]
+        assert found + leaf.found == rows
+    snapshot.close()
+    env.close()
+    file.close()
+
+
+@pytest.mark.parametrize("what", ["zeros", "ones", "other"])
+def test_every_damaged_page_is_named(copy: Path, what: str) -> None:
+    """Also those that hold nothing but a part of a large value."""
+    draw = random.Random(3)
+    layout = layout_of(copy)
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    snapshot = env.snapshot()
+    sizes = {key: len(value) for key, value in snapshot.range(BY_SEQNO_TABLE, b"\0")}
+    snapshot.close()
+    env.close()
+    pages: dict[int, tuple[str, set[bytes]]] = {}
+    for table in (BY_KEY_TABLE, BY_SEQNO_TABLE):
+        pages |= {page: (table, keys) for page, keys in layout[table].leaves.items()}
+        pages |= {page: (table, keys) for page, keys in layout[table].branches.items()}
+        pages |= {page: (table, {key}) for page, key in layout[table].large.items()}
+        pages |= {page + 1: (table, {key}) for page, key in layout[table].large.items() if
+                  sizes[key] > 2 * PAGE_BYTES}  # fmt: skip
+    whole = (copy / "data.mdb").read_bytes()
+    for page in draw.sample(sorted(pages), 24):
+        overwrite(copy, page, what)
+        table, keys = pages[page]
+        named = [each for each in damages_in(copy) if table in each.where]
+        assert named, f"page {page} of {table}"
+        vb_ids = {int.from_bytes(key[:2], "big") for key in keys}
+        assert {each.vb_id for each in named} & vb_ids or len(vb_ids) == len(VBS), page
+        (copy / "data.mdb").write_bytes(whole)
+    assert damages_in(copy) == []
+
+
+def flips(data: bytearray, draw: random.Random) -> Iterator[int]:
+    while True:
+        at = draw.randrange(len(data))
+        data[at] ^= 1 << draw.randrange(8)
+        yield at
+
+
+def mended(folder: Path) -> list[tuple[Damage, str]]:
+    """Mend all that is damaged, as often as something is found; return what could be mended."""
+    file, done = PageFile(folder), []
+    for _ in range(20):
+        found = damages_in(folder)
+        hows = []
+        for each in found:
+            with PageMender(file) as mender:
+                hows.append(mend(mender, each.table, each.key))
+        done += [(each, how) for each, how in zip(found, hows, strict=True) if how]
+        if not any(hows):
+            break
+    file.close()
+    return done
+
+
+def test_one_flipped_bit_anywhere_in_a_page_is_put_back(copy: Path) -> None:
+    """Also in a branch, in the list of tables, and in the head and the body of a block."""
+    draw = random.Random(11)
+    layout = layout_of(copy)
+    whole = (copy / "data.mdb").read_bytes()
+    pages = [
+        page for table in layout.values() for page in (*table.leaves, *table.branches, *table.large)
+    ]
+    pages += [page + 1 for page in layout[BY_SEQNO_TABLE].large][:-8]
+    for page in draw.sample(pages, 25):
+        data = bytearray(whole)
+        data[page * PAGE_BYTES + draw.randrange(PAGE_BYTES)] ^= 1 << draw.randrange(8)
+        (copy / "data.mdb").write_bytes(data)
+        for damage, how in mended(copy):
+            assert how == BIT, damage
+        assert damages_in(copy) == []
+    assert (copy / "data.mdb").read_bytes()[: len(whole) // 2] != b"", "it was written"
+
+
+@pytest.mark.parametrize("what", ["zeros", "ones", "other"])
+def test_a_leaf_of_keys_is_rebuilt_from_the_versions(copy: Path, what: str) -> None:
+    before = pairs_in(copy, BY_KEY_TABLE)
+    leaves = sorted(layout_of(copy)[BY_KEY_TABLE].leaves)
+    for leaf in (leaves[0], leaves[len(leaves) // 2], leaves[-1]):
+        overwrite(copy, leaf, what)
+    assert {how for _, how in mended(copy)} == {REBUILT}
+    assert damages_in(copy) == []
+    assert pairs_in(copy, BY_KEY_TABLE) == before
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:  # LMDB itself takes the page for its own
+        for vb_id in VBS:
+            write.delete(BY_KEY_TABLE, vb_id.to_bytes(2, "big") + b"\0key that is long 0009")
+            write.put(
+                BY_KEY_TABLE, vb_id.to_bytes(2, "big") + b"\0key that is long 9999", b"x" * 38
+            )
+    env.close()
+    assert len(pairs_in(copy, BY_KEY_TABLE)) == len(before)
+
+
+def test_a_leaf_is_not_rebuilt_from_what_is_damaged_itself(copy: Path) -> None:
+    layout = layout_of(copy)
+    overwrite(copy, sorted(layout[BY_KEY_TABLE].leaves)[3], "zeros")
+    for page in layout[BY_SEQNO_TABLE].leaves:
+        overwrite(copy, page, "zeros")
+    before = (copy / "data.mdb").read_bytes()
+    assert mended(copy) == []
+    assert (copy / "data.mdb").read_bytes() == before, "nothing was invented"
+
+
+def test_more_than_one_bit_is_not_put_back(copy: Path) -> None:
+    draw = random.Random(5)
+    whole = (copy / "data.mdb").read_bytes()
+    leaves = sorted(layout_of(copy)[BY_SEQNO_TABLE].leaves)
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(draw.choice((2, 3, 40))):
+            data[draw.choice(leaves) * PAGE_BYTES + draw.randrange(PAGE_BYTES)] ^= draw.randrange(
+                1, 256
+            )
+        (copy / "data.mdb").write_bytes(data)
+        found = damages_in(copy)
+        mended(copy)
+        left = (copy / "data.mdb").read_bytes()
+        changed = [
+            at
+            for at in range(0, len(whole), PAGE_BYTES)
+            if left[at : at + PAGE_BYTES] != data[at : at + PAGE_BYTES]
+        ]
+        for at in changed:
+            assert left[at : at + PAGE_BYTES] == whole[at : at + PAGE_BYTES]
+        assert found
+
+
+def pairs_in(folder: Path, table: str) -> dict[bytes, bytes]:
+    reader = LmdbPageReader(folder, TABLES)
+    pairs = {key: bytes(value) for key, value in reader.range(table, b"\0")}
+    reader.close()
+    return pairs
+
+
+@given(st.binary(min_size=1, max_size=5000), st.integers(0), st.integers(0, 7))
+def test_a_checksum_names_the_bit_that_is_flipped(data: bytes, at: int, bit: int) -> None:
+    at %= len(data)
+    flipped = bytearray(data)
+    flipped[at] ^= 1 << bit
+    assert flipped_bit(bytes(flipped), google_crc32c.value(data)) == 8 * at + bit
+
+
+def test_a_bit_that_the_checksum_of_its_page_was_made_of(copy: Path) -> None:
+    """The file of checksums was lost, and made of the damage: the version's own tells."""
+    large = layout_of(copy)[BY_SEQNO_TABLE].large
+    before = pairs_in(copy, BY_SEQNO_TABLE)
+    (copy / SUMS_FILE_NAME).unlink()
+    data = bytearray((copy / "data.mdb").read_bytes())
+    for page in sorted(large)[:3]:
+        data[page * PAGE_BYTES + PAGE_BYTES - 9] ^= 4
+    (copy / "data.mdb").write_bytes(data)
+    LmdbEnv(copy, TABLES, map_size_bytes=1 << 30).close()
+    assert [how for _, how in mended(copy)] == [BIT] * 3
+    assert damages_in(copy) == []
+    assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+def test_a_checksum_that_no_page_has_names_no_bit() -> None:
+    """What replaces an outdated page has one: vbucket.store.lmdb.sums_writer."""
+    page = bytes(PAGE_BYTES)
+    assert flipped_bit(page, google_crc32c.value(page) ^ 0xFFFFFFFF) is None
+    assert flipped_bit(page, google_crc32c.value(page)) is None, "nothing is flipped"
+
+
+def test_a_page_that_was_there_before_is_named(copy: Path) -> None:
+    """A lost write: the page is sound in itself."""
+    older = (copy / "data.mdb").read_bytes()
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    for round_number in range(3):
+        with env.write() as write:
+            key = b"\0key that is long 0007"
+            entry = pack_mutation(
+                vb_id=3, key=key, value=b"new", cas=9, seqno=900 + round_number, rev_seqno=2
+            )
+            write.put_sorted(BY_KEY_TABLE, by_key_items(b"\0\3", [key], [entry]))
+    env.close()
+    now = (copy / "data.mdb").read_bytes()
+    leaf = next(p for p, ks in layout_of(copy)[BY_KEY_TABLE].leaves.items() if b"\0\3" + key in ks)
+    old = layout_at(older, key)
+    lost = bytearray(old)
+    lost[:8] = leaf.to_bytes(8, "little")
+    start = leaf * PAGE_BYTES
+    (copy / "data.mdb").write_bytes(now[:start] + bytes(lost) + now[start + PAGE_BYTES :])
+    (found,) = damages_in(copy)
+    assert "was written last" in found.what
+    assert found.vb_id in {2, 3}
+
+
+def layout_at(data: bytes, key: bytes) -> bytes:
+    """Return the leaf of an older file that has partition 3's key."""
+    at = data.index(b"\0\3" + key) // PAGE_BYTES * PAGE_BYTES
+    return data[at : at + PAGE_BYTES]
+
+
+def test_a_group_of_the_log_that_is_damaged_is_named() -> None:
+    data, crc = bytearray(pack_segment_header(7, 0, SALT)), 0
+    ends = []
+    for group in range(1, 30):
+        record, crc = pack_group(group, b"x" * 500, SALT, crc)
+        data += record
+        ends.append(len(data))
+    place = ScrubPlace(AREAS.index("log"), (7).to_bytes(8, "big"))
+
+    def read(data: bytes) -> list[Damage]:
+        scrub, found, at = LogScrub(7, data, "log/7.log"), [], place
+        while at == place:
+            piece = scrub.piece(place, 1000, lambda: False)
+            at, found = piece.place, found + piece.damages
+        assert at.key == (8).to_bytes(8, "big")
+        return found
+
+    assert read(bytes(data)) == []
+    for at in flips(data, random.Random(4)):
+        (damage,) = read(bytes(data))
+        assert damage.file == "log/7.log"
+        assert "segment 7 is damaged" in damage.what
+        if at > 5000:
+            break
+
+
+def test_segments_are_read_up_to_what_is_on_disk() -> None:
+    end = LogEnd(5, 1000, 9, 0)
+    log = AREAS.index("log")
+    at = ScrubPlace(log)
+    assert segment_to_scrub(at, [3, 5, 6], end) == (3, None)
+    assert segment_to_scrub(ScrubPlace(log, (4).to_bytes(8, "big")), [3, 5, 6], end) == (5, 1000)
+    assert segment_to_scrub(ScrubPlace(log, (6).to_bytes(8, "big")), [3, 5, 6], end) is None
+
+
+def test_rests_are_as_long_as_share_and_rate_say() -> None:
+    assert rest_s(0.01, 1, 100, 0.0, is_hurried=True) == pytest.approx(0.01 / BUSY_MAX - 0.01)
+    assert rest_s(0.01, 1 << 20, 1 << 30, 86400.0, is_hurried=True) < 0.2
+    slow = rest_s(0.01, 1 << 20, 1 << 34, 7 * 86400.0, is_hurried=False)
+    assert slow == pytest.approx(7 * 86400 / (1 << 14))
+    assert rest_s(0.01, 1 << 20, 1, 7 * 86400.0, is_hurried=False) == REST_MAX_S
+    fast = rest_s(0.01, 1 << 20, 1 << 40, 1.0, is_hurried=False)
+    assert fast == pytest.approx(0.19), "never above its share, whatever the period asks for"
+
+
+def test_a_pass_is_due_a_period_after_the_last_one() -> None:
+    day = 86400.0
+    assert due_in_s(0.0, 100.0, 100.0, 0.0) is None, "only on command"
+    assert due_in_s(0.0, 100.0, 100.0, day) == FIRST_S
+    assert due_in_s(0.0, 100.0, 100.0, 5.0) == 5.0
+    assert due_in_s(1000.0, 0.0, 1000.0 + day, day) == 0.0
+    assert due_in_s(1000.0, 0.0, 1000.0 + day / 4, day) == 0.75 * day
+    assert due_in_s(9e9, 0.0, 1000.0, day) == day, "the clock was set back"

@@ -1,0 +1,219 @@
+"""Mends the store from what it holds itself, or from versions of another copy, and invents
+nothing.
+
+    a page with one flipped bit       its checksum names the bit
+    a version with one flipped bit    so does the frame's, and the block's must agree
+    a leaf of by_key                  rebuilt from the newest versions in the partition's blocks
+    a block                           from another copy's versions (failover.rules.repair says
+                                      which may be taken), byte for byte as its checksums say
+
+Pure but for the pages: `PageMender` writes them. Who calls it: the store process, for what the
+scrubber finds, and for what a merge meets.
+
+Invariants
+- what is put back is what was written: a second checksum proves each bit, and a rebuilt leaf has
+  exactly the keys that the partition's records count;
+- a partition whose blocks cannot all be read is not rebuilt from.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import google_crc32c
+
+from dcp.wire.opcode import Opcode
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
+from vbucket.model.manifest import Manifest, collection_of
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.key_record import by_key_items, check_records, checked_meta
+from vbucket.store.lmdb.lmdb_pages import MAIN_TABLE
+from vbucket.store.lmdb.page_mend import BadPage, PageMender, unflipped
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
+from vbucket.store.store import StoreView
+
+BIT: Final = "one flipped bit was put back, as the checksum says"
+REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
+FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
+_WHOLE: Final = 1 << 62
+_READ_BYTES: Final = 4 << 20
+_MENDS_MAX: Final = 8
+"""Pages on the way to one key."""
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_crc32c = google_crc32c.value
+
+
+def mend(mender: PageMender, table: str, key: bytes) -> str:
+    """Mend what is damaged on the way to a key of a table; return how, "" if it cannot be.
+
+    Raises OSError.
+    """
+    how: list[str] = []
+    for _ in range(_MENDS_MAX):
+        where, bad = table, None
+        try:
+            bad = mender.bad_page(table, key)
+        except StoreDamagedError:  # the list of tables
+            where, bad = MAIN_TABLE, mender.bad_page(MAIN_TABLE, table.encode())
+        if bad is None:
+            break
+        if mender.put_bit_back(where, key, bad):
+            how.append(BIT)
+        elif where == BY_KEY_TABLE and bad.is_leaf and _rebuild(mender, key, bad):
+            how.append(REBUILT)
+        else:
+            return ""
+    if table == BY_SEQNO_TABLE and not _mend_body(mender, key, how):
+        return ""
+    return "; ".join(dict.fromkeys(how))
+
+
+def _mend_body(mender: PageMender, key: bytes, how: list[str]) -> bool:
+    """Mend a version of a block of which one bit is flipped; return whether the block is sound."""
+    found = mender.last_at_or_before(BY_SEQNO_TABLE, key)
+    if found is None or found[0] != key:
+        return True
+    try:
+        block = Block(key, found[1])
+    except StoreDamagedError:
+        return False
+    body = bytes(block.body)
+    if _crc32c(body) == block.body_crc:
+        return True
+    bad = [
+        (start, end, crc)
+        for (start, end), crc in zip(
+            pairwise((0, *block.ends)), block.frame_crcs, strict=True
+        )
+        if _crc32c(body[start:end]) != crc
+    ]  # fmt: skip
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    if len(bad) != 1 or place is None:
+        return False
+    start, end, crc = bad[0]
+    frame = unflipped(body[start:end], crc)
+    if frame is None or _crc32c(body[:start] + frame + body[end:]) != block.body_crc:
+        return False
+    mender.put_part(BY_SEQNO_TABLE, key, place, place.size - len(body) + start, frame)
+    how.append(BIT)
+    return True
+
+
+def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> str:
+    """Mend a block with versions from another copy; return how, "" if they do not prove right.
+
+    A block whose head is sound takes those of its versions that are damaged, each by its checksum.
+    Otherwise the whole block is made of all of its versions, and the checksum of its first page,
+    which has the block's checksums, must be the one that is known. Raises OSError,
+    StoreDamagedError.
+    """
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    if place is None or place.number is None:
+        return ""
+    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
+    vb_id, first_seqno = BLOCK_KEY.unpack(key)
+    try:
+        block = Block(key, value)
+    except (StoreDamagedError, struct.error):
+        before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
+        is_first = before is None or before[0][:2] != key[:2]
+        seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
+        taken = [entry for entry in entries if seqno_of(entry) >= first_seqno]
+        made = build_blocks(
+            vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE
+        ) if taken else []  # fmt: skip
+        if len(made) != 1 or made[0][0] != key or len(made[0][1]) != place.size:
+            return ""
+        value = made[0][1]
+    else:
+        by_seqno = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
+        pieces = []
+        body = bytes(block.body)
+        for seqno, (start, end), crc in zip(
+            block.seqnos, pairwise((0, *block.ends)), block.frame_crcs, strict=True
+        ):
+            frame = body[start:end]
+            if _crc32c(frame) != crc:
+                frame = by_seqno.get(seqno, b"")
+            pieces.append(frame)
+        if _crc32c(b"".join(pieces)) != block.body_crc:
+            return ""
+        value = value[: place.size - len(body)] + b"".join(pieces)
+    if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
+        return ""
+    is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
+    return FROM_COPY if is_sound else ""
+
+
+def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:
+    """Rebuild a leaf of by_key from the blocks of its partitions."""
+    view = StoreView(mender)
+    first = int.from_bytes(bad.low[:2], "big")
+    try:
+        records = {vb: record for vb, record in view.partitions().items() if vb >= first}
+        last = max(records, default=0) if bad.high is None else int.from_bytes(bad.high[:2], "big")
+        manifest = view.manifest()
+        rows: list[tuple[bytes, bytes]] = []
+        for vb_id in range(first, last + 1):
+            record = records.get(vb_id)
+            if record is not None:
+                rows += _rows_of(mender, view, vb_id, record, manifest, bad)
+    except (StoreDamagedError, _UnknownKeysError):
+        return False
+    check_records(dict(rows))
+    return mender.put_rows(BY_KEY_TABLE, key, bad, rows)
+
+
+class _UnknownKeysError(Exception):
+    """Nobody can tell which keys a leaf had."""
+
+
+def _rows_of(
+    mender: PageMender, view: StoreView, vb_id: int, record: PartitionRecord, manifest: Manifest,
+    bad: BadPage,
+) -> list[tuple[bytes, bytes]]:  # fmt: skip
+    """Return the records of a partition that a leaf had. Raises StoreDamagedError,
+    _UnknownKeysError.
+    """
+    prefix = vb_id.to_bytes(2, "big")
+    newest: dict[bytes, bytes] = {}
+    next_seqno = 1
+    while entries := view.entries(vb_id, next_seqno, record.last_seqno, _READ_BYTES):
+        for entry in entries:
+            key = key_of(entry)
+            if bad.low <= prefix + key and (bad.high is None or prefix + key < bad.high):
+                newest[key] = entry
+        next_seqno = seqno_of(entries[-1]) + 1
+    keys = sorted(newest)
+    if not keys:
+        return []
+    may_be_gone = {
+        key
+        for key in keys
+        if manifest.is_gone(collection_of(key))
+        or (newest[key][OPCODE_AT] != _MUTATION and seqno_of(newest[key]) <= record.purge_seqno)
+    }
+    if may_be_gone:
+        others = _keys_elsewhere(mender, vb_id, bad)
+        if record.keys == others + len(keys) - len(may_be_gone):
+            keys = [key for key in keys if key not in may_be_gone]
+        elif record.keys != others + len(keys):
+            raise _UnknownKeysError
+    return by_key_items(prefix, keys, [newest[key] for key in keys])
+
+
+def _keys_elsewhere(mender: PageMender, vb_id: int, bad: BadPage) -> int:
+    """Count the records of a partition on other leaves. Raises StoreDamagedError."""
+    prefix, stop = vb_id.to_bytes(2, "big"), (vb_id + 1).to_bytes(2, "big")
+    count = 0
+    if prefix < bad.low:
+        count += sum(1 for _ in mender.range(BY_KEY_TABLE, prefix, bad.low))
+    if bad.high is not None and bad.high < stop:
+        for key, value in mender.range(BY_KEY_TABLE, bad.high, stop):
+            checked_meta(key, bytes(value))
+            count += 1
+    return count
