@@ -67,6 +67,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 332),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
+    "runs of all plain changes": Feature(0, 36),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }

@@ -1,6 +1,6 @@
 /* What becomes of a document: whether a request is carried out, and what it stores. See
-   set_parts.h. Who calls it: set_run.c. Rules: vbucket/engine/engine.py, and read_modify_write.py for counters
-   and TOUCH. */
+   set_parts.h. Who calls it: set_run.c. Rules: vbucket/engine/engine.py, and read_modify_write.py
+   for counters and TOUCH. */
 
 #include "set_parts.h"
 
