@@ -48,6 +48,7 @@ NOT_PASTED = {
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl discarded show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
+    ("docs/scrubbing.md", "dcpctl repair"): "tests/server/test_repair_command.py",
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     ("docs/simulator.md", "python -m tests.sim --nodes 3 --seed 7"): LONG,
     ("docs/simulator.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
@@ -73,6 +74,7 @@ NOT_PASTED = {
 
 BEFORE = {
     "docs/consumers.md": ("dcpd --data demo &",),
+    "docs/scrubbing.md": ("dcpd --data demo &", "dcpctl --wait ping"),
     "docs/http-api.md": ("dcpd --data demo &",),
     "docs/metrics.md": ("dcpd --data demo &",),
     "docs/operations.md": ("dcpd &", "dcpctl set hello world; kill $!; wait $!"),
