@@ -94,7 +94,7 @@ async def run_demo(flights: list[Flight], folder: Path, progress: Progress) -> S
         say(progress, f"dcpd listens on {server.address}")
         replica.start(server.address)
         async with KvClient.connect(server.address) as kv:
-            writer = Writer(kv, batch_rows=min(max(len(flights) // 100, 100), 4000))
+            writer = Writer(kv, batch_rows=min(max(len(flights) // 100, 1000), 4000))
             cast = Cast(server, replica, kv, writer, progress)
             watching = asyncio.create_task(show_progress(cast, len(flights)))
             try:
