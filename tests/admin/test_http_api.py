@@ -91,7 +91,7 @@ CALLS = (
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),
     Call("POST", "/api/v1/compact", {"vbs": [VB], "history": "0s"}),
     Call("POST", "/api/v1/compact", {"history": "soon"}, 400),
-    Call("POST", "/api/v1/scrub"),
+    Call("POST", "/api/v1/scrub", {}),
     Call("POST", "/api/v1/repair", {"vb": VB, "key": "00", "entries": ""}, 404),
     Call("GET", "/api/v1/scrub"),
     Call("POST", "/api/v1/users",

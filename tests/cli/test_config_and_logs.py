@@ -14,7 +14,8 @@ from dcp.server.config.sources import OPTIONS
 LIVE = [
     "compact_interval", "connections_max", "connections_per_user_max", "history_bytes",
     "history_window", "idle_timeout", "item_cache_bytes", "log_level", "memtable_bytes",
-    "purge_age", "receive_buffers_bytes_max", "send_buffers_bytes_max", "slow_after", "write_wait",
+    "purge_age", "receive_buffers_bytes_max", "scrub_period", "send_buffers_bytes_max",
+    "slow_after", "write_wait",
 ]  # fmt: skip
 
 

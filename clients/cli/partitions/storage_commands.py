@@ -118,7 +118,7 @@ def scrub() -> None:
 @with_target
 def scrub_start(*, target: Target) -> None:
     """Begin a pass now."""
-    _show_scrub(target, admin_of_named(target).request("POST", SCRUB_PATH))
+    _show_scrub(target, admin_of_named(target).request("POST", SCRUB_PATH, {}))
 
 
 @scrub.command(

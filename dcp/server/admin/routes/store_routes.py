@@ -20,7 +20,7 @@ from dcp.server.admin.answers import (
     partitions_of,
     read_body,
 )
-from dcp.server.admin.bodies import CompactRequest, RepairRequest
+from dcp.server.admin.bodies import CompactRequest, NoMembers, RepairRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
@@ -59,7 +59,8 @@ def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
     async def scrub_status(_request: Request) -> Response:
         return json_answer(scrubbing.status)
 
-    async def scrub_start(_request: Request) -> Response:
+    async def scrub_start(request: Request) -> Response:
+        await read_body(request, NoMembers)  # no form of another site
         return json_answer(scrubbing.start())
 
     return [
@@ -69,7 +70,7 @@ def routes(operations: Operations, scrubbing: Scrubbing) -> list[RouteSpec]:
             summary="Show how far the scrubber is, and what is damaged.",
         ),
         RouteSpec(
-            "POST", "/api/v1/scrub", scrub_start, answer=ScrubStatus,
+            "POST", "/api/v1/scrub", scrub_start, body=NoMembers, answer=ScrubStatus,
             summary="Have the scrubber read all that is stored now; answer at once.",
         ),
         RouteSpec(
