@@ -21,6 +21,7 @@ from failover.rules import rollback
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Decision, Question, RollbackKind
 from sim.planting import ClusterBug, Replaced
+from vbucket.engine import engine as engine_module
 from vbucket.engine.documents import read_modify_write
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.documents.read_modify_write import Counted, Touched, expiry_of
@@ -37,6 +38,10 @@ from vbucket.store.key_record import StoredMeta
 # -- expiries --------------------------------------------------------------------------------------
 
 _touch = read_modify_write.touch
+
+
+_ONE_BY_ONE = Replaced(engine_module, "set_run", lambda *_: None)
+"""Changes do not go through the loop in C, which has no such faults to be planted."""
 
 
 def _touch_in_vain(engine: Engine, vb_id: int, key: bytes, _expiry: int) -> Touched:
@@ -224,10 +229,12 @@ _held_init = HeldAnswers.__init__
 
 WIDE_BUGS: Final[dict[str, ClusterBug]] = {
     "touch-in-vain": ClusterBug(
-        "a touch keeps the expiry", (Replaced(updates, "touch", _touch_in_vain),), nodes=1
+        "a touch keeps the expiry", (_ONE_BY_ONE, Replaced(updates, "touch", _touch_in_vain)),
+        nodes=1,
     ),
     "expiry-is-lost": ClusterBug(
-        "a document is stored without its expiry", (Replaced(Engine, "put", _put_for_ever),),
+        "a document is stored without its expiry",
+        (_ONE_BY_ONE, Replaced(Engine, "put", _put_for_ever)),
         nodes=1,
     ),
     "due-is-answered": ClusterBug(
