@@ -46,6 +46,8 @@ from dcpd import Consumer, DcpdError, KvClient, Mutation, vbucket_of
 BRANCHES = 12
 """Partitions that get a history branch."""
 POLL_S = 0.1
+FROZEN_S = 0.05
+"""How long dcpd stands still before its crash: a batch is sent, and gets no more answers."""
 PATIENCE_S = 60.0
 """How long to wait for something that takes a second or two."""
 DIFFERENCES_SHOWN = 20
@@ -157,6 +159,8 @@ async def crash(server: ServerProcess, writer: Writer) -> None:
     """Kill the server while the writer's next batch is under way, and start it again."""
     writer.batch_sent.clear()
     await writer.batch_sent.wait()
+    server.freeze()
+    await asyncio.sleep(FROZEN_S)
     server.kill()
     await asyncio.to_thread(server.start)
 

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,11 @@ class ServerProcess:
         if not self._process.stdout.readline():
             self.kill()
             raise ProcessFailedError(f"dcpd did not start: {tail(log_path)}")
+
+    def freeze(self) -> None:
+        """Let it stand still: what is sent to it from now on has no answer."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         """End it with SIGKILL. Like a crash, this leaves no chance to write anything."""
