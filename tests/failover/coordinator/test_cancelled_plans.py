@@ -96,9 +96,12 @@ def test_who_comes_back_into_sync_stays_in_a_cancellation() -> None:
 
 def test_other_plans_have_the_chains_that_they_name() -> None:
     cluster = Cluster()
-    cluster.nodes["b"].is_paused = True
-    cluster.ask(drain(cluster.view, "n-b", cluster.stamp()))
-    record = cluster.records()[0]
+    for txn in _prepared(drain(cluster.view, "n-b", cluster.stamp())).txns:
+        cluster.store.apply(cluster.time.now_ns, txn)
+    cluster.run(0.05)
+    plan, record = cluster.view.plan, cluster.records()[0]
+    assert plan is not None
+    assert plan.content.kind is PlanKind.DRAIN
     assert with_those_in_sync(cluster.view, record, record.copies[:1]) == record.copies[:1]
 
 
