@@ -97,6 +97,10 @@ class HashReader(Copy):
         """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
         return cls(await Link.connect(address, timeout_s=timeout_s, features=FEATURES), timeout_s)
 
+    def select(self, collection_id: int) -> None:
+        """Read this collection."""
+        self.collection_id = collection_id
+
     async def close(self) -> None:
         """Close all connections."""
         for link in self._links.values():

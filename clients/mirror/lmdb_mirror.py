@@ -101,6 +101,16 @@ class LmdbStore:
             transaction.put(_SUBJECT, subject)
         return not rows
 
+    def subject(self) -> tuple[int, bytes] | None:
+        """Return the id of the mirrored collection, and its key prefixes as they are stored; None:
+        nothing was mirrored yet.
+        """
+        with self._file.reading() as transaction:
+            subject: bytes | None = transaction.get(_SUBJECT)
+        if subject is None:
+            return None
+        return _U32.unpack_from(subject)[0], subject[_U32.size :]
+
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""
         with self._file.reading() as transaction:

@@ -260,12 +260,16 @@ class Held(RowsCopy):
 
     def __init__(self, name: str, held: dict[bytes, tuple[int, int]], count: int = 2) -> None:
         super().__init__(name, count, ROW_FORM)
+        self.count = count or 64
         self.held = held
+
+    async def close(self) -> None:
+        pass
 
     def rows(self, vb_id: int) -> list[Row]:
         return [
             (key, ROW.pack(*version)) for key, version in self.held.items()
-            if vbucket_of(key, self.num_vbuckets) == vb_id
+            if vbucket_of(key, self.count) == vb_id
         ]  # fmt: skip
 
 
@@ -318,6 +322,13 @@ def test_differences_have_names(
 def test_what_cannot_be_compared_is_named() -> None:
     with pytest.raises(NotComparableError, match="one has 2 partitions and two has 64"):
         found_between(Held("one", {}), Held("two", {}, 64))
+    assert found_between(Held("one", {b"k": (1, 1)}, 64), Held("two", {b"k": (1, 1)}, 0)) == []
+    two = Held("two", {b"k%d" % n: (1, 1) for n in range(99)}, 0)
+    with pytest.raises(NotComparableError, match="keys of two are not those of 1024 partitions"):
+        found_between(Held("one", {}, 1024), two)
+    two.num_vbuckets, two.partitions_seen = 0, 64
+    with pytest.raises(NotComparableError, match="two has more than 2 partitions"):
+        found_between(Held("one", {}), two)
     with pytest.raises(NotComparableError, match=r"one lacks b\.c; two lacks a\.b$"):
         checked_collections({"a.b": 1, "d.e": 2}, {"d.e": 9, "b.c": 3}, ("one", "two"))
     assert checked_collections({"a.b": 1}, {"a.b": 2}, ("one", "two")) == ["a.b"]
