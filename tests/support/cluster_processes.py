@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.testing import ServerRefusedError
+from support.cluster_here import PARTITIONS
 from support.waiting import until
 from tests.soak.cluster.members import EmbeddedMembers
 
@@ -15,8 +16,10 @@ from tests.soak.cluster.members import EmbeddedMembers
 class ClusterProcesses(EmbeddedMembers):
     """See the module. The first node owns the metadata store. A context manager."""
 
-    def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
-        super().__init__(folder, names, *arguments)
+    def __init__(
+        self, folder: Path, names: str = "abc", *arguments: str, partitions: int = PARTITIONS
+    ) -> None:
+        super().__init__(folder, names, "--partitions", str(partitions), *arguments)
 
     def start_all(self) -> None:
         """Start all nodes that do not run."""
