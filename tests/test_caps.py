@@ -80,9 +80,9 @@ CAPS: Final = {
     "Protocol classes": Cap(41, 25),
     "support modules of tests": Cap(39, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(496 + sum(each.files for each in FEATURES.values()), 340),
+    "files": Cap(482 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(16, 15),
-    "lines": Cap(102_960 + sum(each.lines for each in FEATURES.values()), 87_000),
+    "lines": Cap(102_860 + sum(each.lines for each in FEATURES.values()), 87_000),
 }
 
 

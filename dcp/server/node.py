@@ -47,9 +47,9 @@ from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
@@ -59,12 +59,11 @@ from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.live_parts import LiveParts
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
-from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.console_view import ConsoleView
-from dcp.server.report.facts import ServerFacts
+from dcp.server.report.consumer_watch import ChangeAges
 from dcp.server.report.metric_sources import ClusterSources, MetricSources
 from dcp.server.report.sampler import Sampler
-from dcp.server.report.stats import Stats
+from dcp.server.report.stats import ServerFacts, Stats
 from dcp.server.storage.backpressure import Backpressure
 from dcp.server.storage.committer import Committer, PeriodicSync
 from dcp.server.storage.compaction_schedule import Compaction
@@ -77,8 +76,7 @@ from dcp.server.storage.opening import Storage
 from dcp.server.storage.process.loading import Loading
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_process import StoreProcess
-from dcp.server.storage.process.store_queue import StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts

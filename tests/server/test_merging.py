@@ -24,8 +24,7 @@ from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import CHECK_S, MergeTroubleError, Merging
 from dcp.server.storage.process import store_queue
 from dcp.server.storage.process.store_process import StoreProcessDiedError
-from dcp.server.storage.process.store_queue import StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from support.memory_node import MemoryNode
 from support.node_here import until
 from vbucket.engine.engine import SET

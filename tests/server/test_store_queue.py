@@ -17,8 +17,7 @@ from dcp.server.storage import failover_logs
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.process.store_process import StoreProcessDiedError
-from dcp.server.storage.process.store_queue import PAUSE_MAX_S, StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import PAUSE_MAX_S, StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET

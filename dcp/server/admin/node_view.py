@@ -11,8 +11,8 @@ from dcp.server.access.users import Users
 from dcp.server.config.live_settings import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.consumer_desk import ConsumerDesk

@@ -22,10 +22,10 @@ from dcp.server.net.connections import Connections
 from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.net.sessions import Sessions
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
-from dcp.server.observe.slow_operations import (
+from dcp.server.observe.log_limiter import RefusalLog
+from dcp.server.observe.meter import (
     TEXT_COMMAND,
+    Meter,
     SlowOperation,
     command_of,
 )

@@ -14,8 +14,8 @@ from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
 from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.session.answers.long_requests import LongQueue
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts

@@ -2,7 +2,7 @@
 
     plan      the store process finds floors that are worth raising      (vbucket.upkeep.retention)
     raise     the engine raises them as far as open streams and read views allow, and logs them;
-              no rollback goes below them from then on                   (dcp.stream.pins)
+              no rollback goes below them from then on                   (dcp.core.floors)
     compact   the store process drops what they allow, in slices         (vbucket.upkeep.compaction)
 
 Invariants

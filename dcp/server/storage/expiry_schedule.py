@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
