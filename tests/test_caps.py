@@ -75,9 +75,9 @@ FEATURES: Final[dict[str, Feature]] = {
 
 CAPS: Final = {
     "attributes of a class": Cap(61, 25),
-    "arguments of a constructor": Cap(15, 10),
-    "callbacks passed to constructors": Cap(102, 40),
-    "Protocol classes": Cap(41, 25),
+    "arguments of a constructor": Cap(14, 10),
+    "callbacks passed to constructors": Cap(68, 40),
+    "Protocol classes": Cap(38, 25),
     "support modules of tests": Cap(39, 25),
     "long names of tests": Cap(0, 0),
     "files": Cap(482 + sum(each.files for each in FEATURES.values()), 340),

@@ -37,7 +37,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.keeps import purge_max
 from vbucket.engine.partition import Partition
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.store import StoreView
+from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Floors
 from vbucket.upkeep.retention import FloorStep
 
@@ -53,7 +53,7 @@ class _Raised(NamedTuple):
 class FloorCycle:
     """See the module."""
 
-    def __init__(self, engine: Engine, store: StoreView, hub: StreamHub) -> None:
+    def __init__(self, engine: Engine, store: Store, hub: StreamHub) -> None:
         self._engine = engine
         self.store = store
         self._hub = hub

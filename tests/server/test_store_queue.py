@@ -426,7 +426,7 @@ async def test_floors_are_those_of_moment_in_which_compaction_begins(
     commits = CommitWaiters(node.engine, node.commit)
     work = Compaction(
         node.engine, node.floors, node.hub, commits, unused, bench.queue, unused, Meter(),
-        bench.log, Settings(), kick=node.commit, refresh_store=unused,
+        bench.log, Settings(),
     )  # fmt: skip
     step = FloorStep(VB, node.engine.partitions[VB].vb_uuid, 6, 0)
     await work._raise([step])

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, Final, NamedTuple, ParamSpec, Protocol, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
@@ -75,16 +75,6 @@ class ConnectionParts(NamedTuple):
     refusals: RefusalLog
     replication: ReplicationHooks | None = None
     """None: the node is alone."""
-
-
-class _TlsTransport(Protocol):
-    """What TLS transports have in addition to plain ones, in asyncio and in uvloop."""
-
-    def set_read_buffer_limits(self, high: int) -> None:
-        """Limit the buffer while reading is paused."""
-
-    def get_read_buffer_size(self) -> int:
-        """Return the number of buffered encrypted bytes."""
 
 
 def _supervised(
@@ -176,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         if self._end_handshake is not None:
             self._end_handshake()
             self._end_handshake = None
-            cast("_TlsTransport", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
+            cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
         self.session = Session(self._sessions.new_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
         self._connections.opened(self)
@@ -478,7 +468,7 @@ class ClientConnection(asyncio.Protocol):
             return  # its buffers go with it
         held_bytes = state.held_bytes
         if self._is_tls:
-            held_bytes += cast("_TlsTransport", self._transport).get_read_buffer_size()
+            held_bytes += cast("Any", self._transport).get_read_buffer_size()
         if held_bytes or self._has_held:
             self._has_held = held_bytes > 0
             has_moved = state.taken_bytes != self._taken_bytes
