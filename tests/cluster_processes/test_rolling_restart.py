@@ -11,9 +11,9 @@ from typing import Final
 import pytest
 
 from clients.kv.client import KvClient
-from support.cluster_processes import ClusterProcesses
 from support.etcd_members import EtcdMembers
 from support.load import ClusterLoad
+from support.server import ClusterProcesses
 from support.waiting import until_so
 
 pytestmark = pytest.mark.crash

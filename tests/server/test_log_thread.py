@@ -21,7 +21,7 @@ from dcp.server.storage import committer as module
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
 from dcp.server.storage.log_ahead import LogAhead, Retries
 from dcp.server.storage.log_thread import start_group_thread
-from support.disks import draw_salt
+from support.forgetful_disk import draw_salt
 from support.memory_node import MemoryNode
 from support.waiting import until
 from vbucket.engine.engine import SET

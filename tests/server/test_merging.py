@@ -26,8 +26,8 @@ from dcp.server.storage.process import store_queue
 from dcp.server.storage.process.store_process import StoreProcessDiedError
 from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
+from support.cluster_here import until
 from support.memory_node import MemoryNode
-from support.node_here import until
 from vbucket.engine.engine import SET
 from vbucket.log.record import LogDamagedError
 from vbucket.model.ids import NUM_VBUCKETS

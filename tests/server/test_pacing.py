@@ -20,10 +20,10 @@ from dcp.server.storage.process.store_process import StoreProcess
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.cluster_here import Client, node_here, until
 from support.load import GROUP_BYTES, MEMTABLE
 from support.memory_node import MemoryNode
-from support.node_here import Client, node_here, until
-from support.raw_http import ask, login
+from support.raw_client import ask, login
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import Keyspace
 from vbucket.model.ids import vbucket_of

@@ -315,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
 
     def rights_changed(self, *, may_stream: bool) -> None:
         """React to changed rights; the session has them. A stream would not check them again."""
-        if self.session.state.rights is None:
+        if self.session.state.login.rights is None:
             self.logins.leave()
             self.opened_ns = elapsed_ns()  # as much time as a new client has to log in
             self._is_new = True
@@ -373,7 +373,7 @@ class ClientConnection(asyncio.Protocol):
     def _after_commands(self) -> None:
         """Carry out what the session left to do: logins, answers, commit, log lines, streams."""
         state = self.session.state
-        if state.login_question is not None:
+        if state.login.question is not None:
             assert isinstance(self.session, Session), "text knows no login"
             self.session.ask_logins(time.time_ns())
         if self._is_new and state.taken_bytes and self.session.is_logged_in:
@@ -419,12 +419,15 @@ class ClientConnection(asyncio.Protocol):
             self._trace(self._meter.tracing, answers, seconds)
         if seconds >= self._meter.slow.slow_s:
             what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
-            user = self.session.state.user or ""
+            user = self.session.state.login.user or ""
             self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))
 
     def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
         """Make the spans of a batch that was answered."""
-        facts: Facts = {"client.address": self.peer, "enduser.id": self.session.state.user or ""}
+        facts: Facts = {
+            "client.address": self.peer,
+            "enduser.id": self.session.state.login.user or "",
+        }
         if isinstance(self.session, Session):
             tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
         else:
@@ -441,7 +444,12 @@ class ClientConnection(asyncio.Protocol):
                 wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
                 self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
             return
-        if self._held.batches or self._is_write_paused or state.login or state.waits_for_room:
+        if (
+            self._held.batches
+            or self._is_write_paused
+            or state.login.request
+            or state.waits_for_room
+        ):
             return
         wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
         if wait_ns > 0:
@@ -559,7 +567,7 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         if not state.is_closing:
             return
-        is_busy = state.answers or state.has_steps or state.login is not None
+        is_busy = state.answers or state.has_steps or state.login.request is not None
         if not (is_busy or self._held.batches or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
                 self._sessions.closed_as_usual(self.peer, state.close_reason)

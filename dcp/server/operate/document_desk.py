@@ -594,7 +594,7 @@ class Documents:
     async def _change(self, user: str, rights: Rights, vb_id: int, packet: bytes) -> Changed:
         state = self._sessions.new_console_state()
         state.faults = FaultTable()
-        state.logged_in(user, rights)
+        state.login.logged_in(user, rights)
         session = Session(state)
         features = b"".join(feature.to_bytes(2, "big") for feature in _FEATURES)
         session.receive(

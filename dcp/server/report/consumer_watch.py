@@ -224,7 +224,7 @@ class ConsumerWatch:
             if stream.rate is not None:
                 limits.append(stream.rate.bytes_per_s)
         consumer.peer = connection.peer
-        consumer.user = connection.session.state.user or ""
+        consumer.user = connection.session.state.login.user or ""
         consumer.unacked_bytes = producer.unacked_bytes
         consumer.window_bytes = producer.window_bytes
         consumer.lag_s = max(
