@@ -14,9 +14,9 @@ from dcp.server.node import Node
 from dcp.server.operate import replicated_branches
 from dcp.server.operate.cluster_requests import MasterFailoverRequest
 from dcp.server.operate.replicated_branches import BranchUnknownError
-from support import raw_http
+from support import raw_client
 from support.cluster_here import PARTITIONS, ClusterHere
-from support.raw_http import Answer
+from support.raw_client import Answer
 from support.server import ctl
 from support.waiting import until_so
 from vbucket.engine.partition import BranchRefusedError, Partition
@@ -48,8 +48,8 @@ def uuids(node: Node, vb_id: int = VB) -> list[int]:
 
 async def ask(node: Node, path: str, body: object) -> Answer:
     """Send a request to a node's admin port."""
-    return await raw_http.ask(
-        node.ports.admin, "POST", f"/api/v1/vbuckets/{path}", raw_http.login(),
+    return await raw_client.ask(
+        node.ports.admin, "POST", f"/api/v1/vbuckets/{path}", raw_client.login(),
         "content-type: application/json", body=json.dumps(body).encode(),
     )  # fmt: skip
 
@@ -180,7 +180,9 @@ async def test_streams_and_faults_are_reached_from_any_node(tmp_path: Path) -> N
             assert (await ctl(port, "fault", "list")).out.count("ETMPFAIL") == 1
         assert (await ctl(ports[1], "fault", "remove")).out == "removed 1 fault\n"
         for node in cluster.nodes.values():
-            faults = await raw_http.ask(node.ports.admin, "GET", "/api/v1/faults", raw_http.login())
+            faults = await raw_client.ask(
+                node.ports.admin, "GET", "/api/v1/faults", raw_client.login()
+            )
             assert faults.body["faults"] == []
 
 

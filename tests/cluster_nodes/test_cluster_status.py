@@ -28,7 +28,7 @@ from failover.rules.replication_record import create
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
-from vbucket.model.id_ranges import ids_in
+from vbucket.model.ids import ids_in
 
 
 def status_of(cluster: ClusterHere, name: str) -> ClusterReport:

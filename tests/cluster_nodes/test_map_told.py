@@ -25,9 +25,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import ClusterKeys, encode_record
 from failover.metadata.metastore import Put, Txn
-from support.cluster_here import ClusterHere
-from support.node_here import Client
-from support.raw_http import GIVE_UP_S, RawHttp, login, request
+from support.cluster_here import Client, ClusterHere
+from support.raw_client import GIVE_UP_S, RawHttp, login, request
 from support.waiting import until_so
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -36,8 +36,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import AliveRecord, ClockRecord, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
-from support.cluster_here import CLUSTER, PARTITIONS, ClusterHere, LoopMetaStore
-from support.node_here import Client, plain
+from support.cluster_here import CLUSTER, PARTITIONS, Client, ClusterHere, LoopMetaStore, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 

@@ -21,8 +21,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import ClusterKeys
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
-from support.cluster_here import CLUSTER, PARTITIONS, ClusterHere, LoopClient
-from support.node_here import Client, plain
+from support.cluster_here import CLUSTER, PARTITIONS, Client, ClusterHere, LoopClient, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 

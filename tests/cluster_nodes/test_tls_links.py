@@ -19,9 +19,8 @@ from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_here import PARTITIONS, SECRET, ClusterHere
+from support.cluster_here import PARTITIONS, SECRET, Client, ClusterHere
 from support.credentials import TestCa
-from support.node_here import Client
 from support.server import ctl
 from support.waiting import until_so
 

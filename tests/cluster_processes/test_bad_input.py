@@ -23,8 +23,7 @@ from dcp.server.cluster.cluster_file import ClusterToken
 from dcp.server.main import ExitCode
 from support.cluster_here import PARTITIONS
 from support.credentials import TestCa
-from support.etcd_members import EtcdMembers
-from support.other_etcd import other_etcd
+from support.etcd_members import EtcdMembers, other_etcd
 from support.server import STATUS, dcpctl, done, refused
 from support.waiting import until
 

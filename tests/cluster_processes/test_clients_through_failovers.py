@@ -21,8 +21,8 @@ from clients.kv.sync_client import SyncKv
 from clients.mirror.mirror import Mirror
 from clients.operation import vbucket_of
 from support.cluster_here import PARTITIONS
-from support.cluster_processes import ClusterProcesses
 from support.load import ClusterLoad
+from support.server import ClusterProcesses
 from support.waiting import until_so
 
 pytestmark = pytest.mark.crash

@@ -12,9 +12,9 @@ import pytest
 
 from clients.kv.client import KvClient
 from support.cluster_here import PARTITIONS
-from support.cluster_processes import ClusterProcesses
 from support.etcd_members import EtcdMembers
 from support.load import ClusterLoad
+from support.server import ClusterProcesses
 from support.waiting import until_so
 
 pytestmark = pytest.mark.crash

@@ -14,9 +14,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from clients.testing import DcpServer
-from support.cluster_processes import ClusterProcesses
-from support.following import Following
-from support.server import DcpdProcess
+from support.load import Following
+from support.server import ClusterProcesses, DcpdProcess
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 

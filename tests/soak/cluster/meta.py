@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from support.cluster_here import PARTITIONS
-from support.cluster_processes import ClusterProcesses
 from support.etcd_members import EtcdMembers
+from support.server import ClusterProcesses
 from support.waiting import until
 
 DOCUMENTS: Final = 200
