@@ -24,8 +24,8 @@ CONTENTS: Final = {
         "why", "howto/start-a-server", "howto/follow-changes", "tutorial-flights",
         "tutorial-spark",
     ),
-    "Follow changes from Python": ("consumers", "key-value", "testing-consumers",
-                                   "testing-scenarios", "spark"),
+    "Follow changes from Python": ("consumers", "consistent-cuts", "key-value",
+                                   "testing-consumers", "testing-scenarios", "spark"),
     "Operate it": (
         "operations", "runbook", "scrubbing", "diff", "console", "security", "backup",
         "troubleshooting",

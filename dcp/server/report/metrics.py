@@ -96,7 +96,7 @@ def _lag_seconds(of: MetricSources, producer: Producer) -> float:
 
 
 def _noop_seconds(_of: MetricSources, producer: Producer) -> float | None:
-    took_ns = producer.noop_took_ns
+    took_ns = producer.keepalive.took_ns
     return None if took_ns is None else took_ns / 1e9
 
 
@@ -373,7 +373,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
         "Duration of the current merge so far, failed attempts included; 0: none runs.",
         "minutes: the store's disk is full, slow or failing",
-        one(lambda of: of.merging.seconds_under_way),
+        one(lambda of: of.merging.progress.seconds),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
