@@ -379,6 +379,11 @@ class StreamRequests:
         reached = [stream.vb_id for stream in connection.open.values()]
         return Closed(time, reached, is_whole=len(reached) == followed)
 
+    def is_held(self, vb_id: int) -> bool:
+        """Whether a partition was rolled back and waits for `go_on`."""
+        stream = self.by_vb.get(vb_id)
+        return stream is not None and stream.state is PartitionStreamState.HELD
+
     def held(self) -> dict[int, Wanted]:
         """Return the partitions that were rolled back and wait for `go_on`."""
         return {
