@@ -19,16 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.backup import load
+from benchmarks.workload import key_of, values
 from clients import KvClient, Mirror
 from clients.address import parse_address
 from clients.checkpoint.checkpoint import decode_position, encode_position
+from clients.errors import DcpdError
 from clients.kv.differences import differences
 from clients.kv.hash_reads import HashReader
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.mirror.lmdb_mirror import FORMAT, VERSION
 from clients.mirror.mirror_copy import MirrorCopy
 from clients.testing import DcpServer
+
+LOAD_BATCH = 5000
 
 
 def lose_place(path: Path) -> None:
@@ -43,13 +46,29 @@ def lose_place(path: Path) -> None:
     file.close()
 
 
+async def load(server: str, documents: int, value_bytes: int) -> None:
+    """Write documents; a server that is behind with its merges is waited for."""
+    some = values(1, value_bytes)
+    async with KvClient.connect(server) as kv:
+        for at in range(0, documents, LOAD_BATCH):
+            left = list(range(at, min(at + LOAD_BATCH, documents)))
+            while left:
+                pairs = [(key_of(number), some[number % len(some)]) for number in left]
+                answers = await kv.set_many(pairs)
+                pairs_of = zip(left, answers, strict=True)
+                left = [number for number, answer in pairs_of if isinstance(answer, DcpdError)]
+
+
 async def followed(server: str, path: Path) -> dict[str, Any]:
     """Catch up with a server; return seconds, bytes and how many partitions were compared."""
     began = time.perf_counter()
     async with Mirror(server, path) as view:
         seconds = time.perf_counter() - began
         received = view.consumer.metrics.wire_bytes + view.resync_bytes
-        return {"seconds": round(seconds, 2), "bytes": received, "partitions": view.resyncs}
+        return {
+            "seconds": round(seconds, 2), "bytes": received, "partitions": view.resyncs,
+            "documents": len(view),
+        }  # fmt: skip
 
 
 async def compared(server: str, path: Path) -> dict[str, Any]:
@@ -67,17 +86,17 @@ async def compared(server: str, path: Path) -> dict[str, Any]:
         await copy.close()
 
 
-async def measure(process: DcpServer, documents: int, part: float, path: Path) -> dict[str, Any]:
+async def measure(
+    server: str, documents: int, value_bytes: int, part: float, path: Path
+) -> dict[str, Any]:
     """Measure all."""
-    server = process.address
     figures: dict[str, Any] = {"documents": documents, "part": part}
+    await load(server, documents, value_bytes)
     figures["whole stream"] = await followed(server, path)
     figures["equal: diff"] = await compared(server, path)
     lose_place(path)
     figures["equal: resync"] = await followed(server, path)
     async with KvClient.connect(server) as kv:
-        from benchmarks.workload import key_of
-
         step = round(1 / part)
         keys = [key_of(number) for number in range(0, documents, step)]
         await kv.set_many([(key, b"changed" * 20) for key in keys])
@@ -96,9 +115,12 @@ def main() -> int:
     parser.add_argument("--part", type=float, default=0.001, help="of the documents that differ")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, DcpServer(Path(folder) / "data") as process:
-        load(process.port, options.documents, options.value_bytes)
-        path = Path(folder) / "view"
-        figures = asyncio.run(measure(process, options.documents, options.part, path))
+        figures = asyncio.run(
+            measure(
+                process.address, options.documents, options.value_bytes, options.part,
+                Path(folder) / "view",
+            )
+        )  # fmt: skip
     print(json.dumps(figures, indent=1))
     return 0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clients import KvClient, Mirror
 from clients.address import ServerAddress
-from clients.errors import ConnectError
+from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
 from clients.event import Deletion, Event, Mutation
 from clients.kv.differences import (
     Copy,
@@ -35,8 +35,8 @@ from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine.lifecycle import PurgeRefusedError, branch, purge
-from vbucket.engine.partition import BranchRefusedError
+from vbucket.engine.lifecycle import PurgeRefusedError, branch, purge, set_state
+from vbucket.engine.partition import BranchRefusedError, VbState
 from vbucket.model.ids import vbucket_of
 from vbucket.native.key_hashes import Row
 
@@ -333,6 +333,45 @@ def test_what_cannot_be_compared_is_named() -> None:
     with pytest.raises(NotComparableError, match=r"one lacks b\.c; two lacks a\.b$"):
         checked_collections({"a.b": 1, "d.e": 2}, {"d.e": 9, "b.c": 3}, ("one", "two"))
     assert checked_collections({"a.b": 1}, {"a.b": 2}, ("one", "two")) == ["a.b"]
+
+
+class TwoNodes:
+    """Connections to two nodes of a cluster; the second one has become master of all."""
+
+    def __init__(self) -> None:
+        self.old, self.new = MemoryNode(partitions=PARTITIONS), MemoryNode(partitions=PARTITIONS)
+        apply(self.new, ("set", 0, 50))
+        for vb_id in range(PARTITIONS):
+            set_state(self.old.engine, vb_id, VbState.REPLICA)
+        self.old.commit()
+        self.reader = HashReader(PeerLink(self.old), 5.0)  # type: ignore[arg-type]
+        link: Any = PeerLink(self.new)
+        self.reader._links["other", 2] = link
+        self.refreshed = 0
+
+        async def refresh() -> None:
+            self.refreshed += 1
+            self.reader._cluster.topology = single_node("other", 2, PARTITIONS)
+
+        self.reader._refresh = refresh  # type: ignore[method-assign]
+
+
+async def test_a_partition_that_moved_is_asked_for_where_it_is() -> None:
+    nodes = TwoNodes()
+    levels = await nodes.reader.levels(range(PARTITIONS), 4)
+    assert [levels[vb_id].hashes.documents for vb_id in range(PARTITIONS)] == [0, 50]
+    assert nodes.refreshed == 1
+
+
+async def test_what_nobody_answers_is_given_up_with_the_reason() -> None:
+    nodes = TwoNodes()
+    nodes.reader._timeout_s = 0.0
+    with pytest.raises(NotMyVbucketError):
+        await nodes.reader.levels([VB], 0)
+    nodes.reader.select(99)
+    nodes.reader._cluster.topology = single_node("other", 2, PARTITIONS)
+    with pytest.raises(UnknownCollectionError):
+        await nodes.reader.levels([VB], 0)
 
 
 # -- live ----------------------------------------------------------------------------------------
