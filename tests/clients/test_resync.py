@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients import KvClient, Mirror
-from clients.address import ServerAddress
+from clients.address import ServerAddress, parse_address
+from clients.cli.dcpctl import run
 from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
 from clients.event import Deletion, Event, Mutation
 from clients.kv.differences import (
@@ -44,6 +45,7 @@ VB = 1
 PARTITIONS = 2
 KEYS = [key for key in (b"k%d" % n for n in range(1200)) if vbucket_of(key, PARTITIONS) == VB]
 ADDRESS = ServerAddress("node", 1)
+ADD = ["collection", "add", "shop.orders"]
 
 
 class PeerLink:
@@ -380,22 +382,34 @@ async def test_what_nobody_answers_is_given_up_with_the_reason() -> None:
 async def test_a_mirror_takes_over_what_another_server_has(tmp_path) -> None:
     """It has no version of the first server, so without hashes it would be loaded again."""
     with (
-        DcpServer(tmp_path / "one") as one,
-        DcpServer(tmp_path / "two") as two,
+        DcpServer(tmp_path / "one", "--partitions", "64") as one,
+        DcpServer(tmp_path / "two", "--partitions", "64") as two,
     ):
-        path = tmp_path / "view"
         for server in (one, two):
             async with KvClient.connect(server.address) as kv:
-                for number in range(200):
-                    await kv.set(b"k%d" % number, b"old")
-        async with Mirror(one.address, path) as view:
-            assert len(view) == 200
-        async with KvClient.connect(two.address) as kv:
-            await kv.delete(b"k1")
-            await kv.set(b"new", b"1")
-            async with Mirror(two.address, path) as view:
-                assert view.resyncs > 100
-                await kv.set(b"k2", b"now")
-                await view.caught_up(10)
-                assert len(view) == 200
-                assert (view["k2"], view["new"], view.get("k1")) == (b"now", b"1", None)
+                await kv.set_many([(b"k%d" % number, b"old") for number in range(200)])
+                arguments = ["--server", parse_address(server.address).node, *ADD]
+                assert await asyncio.to_thread(run, arguments) == 0
+                orders = kv.collection("shop.orders")
+                await orders.set_many([(b"o%d" % number, b"old") for number in range(90)])
+        for collection, letter in ((None, "k"), ("shop.orders", "o")):
+            path = tmp_path / letter
+            async with Mirror(one.address, path, collection=collection) as view:
+                before = len(view)
+            async with KvClient.connect(two.address) as kv:
+                written = kv if collection is None else kv.collection(collection)
+                await written.delete(f"{letter}1")
+                await written.set("new", b"1")
+                async with Mirror(two.address, path, collection=collection) as view:
+                    assert view.resyncs > 40
+                    assert view.resync_bytes < 40_000
+                    await written.set(f"{letter}2", b"now")
+                    await view.caught_up(10)
+                    assert len(view) == before
+                    found = view[f"{letter}2"], view["new"], view.get(f"{letter}1")
+                    assert found == (b"now", b"1", None)
+            async with (
+                Mirror(two.address, collection=collection) as fresh,
+                Mirror(two.address, path, collection=collection) as view,
+            ):
+                assert dict(view.items()) == dict(fresh.items())
