@@ -173,7 +173,7 @@ def test_it_takes_the_rights_of_a_stream(node: MemoryNode) -> None:
         (Rights({Role.READ: (EVERYTHING,), Role.WRITE: (EVERYTHING,)}), Status.EACCESS),
         (Rights({Role.STREAM: (EVERYTHING,), Role.READ: (Scope(b"k"),)}), Status.EACCESS),
     ):
-        peer.state.rights = rights
+        peer.state.login.rights = rights
         assert asked(peer, What.HASHES).status == status
 
 
