@@ -16,16 +16,9 @@ from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.session.answers.long_requests import LongQueue
-from dcp.session.faults import FaultTable
-from dcp.session.kv.prefix_counts import PrefixCounts
-from dcp.session.kv.range_scans import RangeScans
-from dcp.session.node_facts import NodeFacts
-from dcp.session.state import ClientLogin, SessionState
-from dcp.stream.hub import StreamHub
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.engine.engine import Engine
 
 CONSOLE: Final = "web console"
 """Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""
@@ -47,52 +40,35 @@ class Sessions:
 
     def __init__(
         self,
-        engine: Engine,
-        hub: StreamHub,
-        facts: NodeFacts,
+        shared: SessionParts,
         access: Access,
-        faults: FaultTable,
-        scans: RangeScans,
         meter: Meter,
         log: EventLog,
         refusals: RefusalLog,
         *,
-        prefixes: PrefixCounts,
         on_failure: Callable[[Exception], None],
         replication: ReplicationHooks | None = None,
     ) -> None:
         """`replication` None: the node is alone."""
-        self._engine = engine
-        self._hub = hub
-        self._facts = facts
+        self._shared = shared
         self._access = access
-        self._faults = faults
-        self._scans = scans
         self._meter = meter
         self._log = log
         self._refusals = refusals
         self._on_failure = on_failure
-        self._prefixes = prefixes
-        self._long_queue = LongQueue()
         self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
         replication = self._replication
+        login = ClientLogin(
+            logins,
+            peer_is_loopback=is_loopback(peer_host),
+            takes_anonymous=self._access.takes_anonymous,
+        )
         return SessionState(
-            engine=self._engine,
-            hub=self._hub,
-            facts=self._facts,
-            login=ClientLogin(
-                logins,
-                peer_is_loopback=is_loopback(peer_host),
-                takes_anonymous=self._access.takes_anonymous,
-            ),
-            limits=self._access.limits,
-            faults=self._faults,
-            scans=self._scans,
-            prefixes=self._prefixes,
-            long_queue=self._long_queue,
+            self._shared,
+            login,
             replication=None if replication is None else replication.port,
             has_replicas=replication is not None,
             acknowledges_as_master=replication is not None and replication.acknowledges_as_master,
@@ -113,7 +89,8 @@ class Sessions:
 
     def leave(self, state: SessionState) -> None:
         """End the range scans of a session whose connection is gone."""
-        self._scans.leave(state)
+        assert self._shared.scans is not None, "a server has them"
+        self._shared.scans.leave(state)
 
     def note(self, peer: str, peer_host: str, notes: Notes, left_out: int) -> None:
         """Log and count what a session noted, and how many notes it had to leave out."""
@@ -142,5 +119,5 @@ class Sessions:
         """Count and log an unexpected exception of a session."""
         self._meter.session_failures += 1
         self._log.failure("session failed", error)
-        if broken := self._engine.keyspace.broken_invariant():
+        if broken := self._shared.engine.keyspace.broken_invariant():
             self._on_failure(RuntimeError(f"{broken}, because of {error!r}"))

@@ -90,14 +90,13 @@ class DocumentRuns:
             return position
         first_answer, first_entry = len(answers), len(keyspace.pending)
         expiring, observed = list[bytes](), list[int]()
-        refusals = refusal_answers(
-            state.hello.has_xerror, state.hello.hashes_keys, state.hello.has_json
-        )
+        hello = state.hello
+        refusals = refusal_answers(hello.has_xerror, hello.hashes_keys, hello.has_json)
         try:
             after, made_bytes = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-                keyspace.group, engine.now_ns, state.hello.has_json, state.limits.value_bytes_max,
-                self._form(), engine.now_s, expiring,
+                keyspace.group, engine.now_ns, state.hello.has_json,
+                state.shared.limits.value_bytes_max, self._form(), engine.now_s, expiring,
                 int((1 - state.work) * CHANGES_BYTES_MAX) + 1, observed, *refusals,
             )  # fmt: skip
         finally:  # some may be stored when memory runs out
