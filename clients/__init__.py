@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from clients.checkpoint.lmdb_checkpoint import LmdbCheckpoint
     from clients.checkpoint.server_checkpoint import ServerCheckpoint
-    from clients.consumer.batch_reader import Delivery
+    from clients.consumer.batch_reader import Cut, Delivery
     from clients.consumer.consumer import Consumer
     from clients.consumer.counters import ConsumerMetrics, Measured, export_prometheus
     from clients.consumer.group import Group
@@ -111,7 +111,7 @@ __getattr__ = lazy_names(
         " encode_position",
         "checkpoint.lmdb_checkpoint": "LmdbCheckpoint",
         "checkpoint.server_checkpoint": "ServerCheckpoint",
-        "consumer.batch_reader": "Delivery",
+        "consumer.batch_reader": "Cut Delivery",
         "consumer.consumer": "Consumer",
         "consumer.counters": "ConsumerMetrics Measured export_prometheus",
         "consumer.group": "Group",
@@ -157,6 +157,7 @@ __all__ = [
     "ConsumerMetrics",
     "ConsumerOptions",
     "CounterResult",
+    "Cut",
     "DcpdError",
     "Deletion",
     "Delivery",

@@ -26,7 +26,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 
 from clients.address import ServerAddress
 from clients.checkpoint.checkpoint import Checkpoint
-from clients.consumer.batch_reader import Delivery
+from clients.consumer.batch_reader import Cut, Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerArguments, ConsumerOptions, FollowArguments
@@ -201,6 +201,11 @@ class SyncConsumer(_Looped[Consumer]):
         """Yield batches with the positions to store together with their effects."""
         self._running()
         return self._iterate(self.consumer.deliveries())
+
+    def cuts(self, events_max: int | None = None) -> Iterator[Cut]:
+        """Yield the events up to each consistent cut; see Consumer.cuts."""
+        self._running()
+        return self._iterate(self.consumer.cuts(events_max))
 
     def events(self) -> Iterator[Event]:
         """Yield all events one by one; see Consumer.events."""

@@ -26,14 +26,15 @@ from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import ConsumerSession
 from clients.consumer.saving import Saver
-from clients.consumer.streams import Batch, Item, advance
-from clients.event import Deletion, Event, Mutation, Rollback
+from clients.consumer.streams import Batch, Closed, Item, advance
+from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.streaming.mutations import Mutations, decoded
 from clients.validator import StreamValidator
 
 PIECES_PER_S: Final = 10
 """With a rate limit, the events of one second are returned in this many pieces."""
 _CHANGES: Final = (Mutation, Deletion, Mutations)
+_DOCUMENTS: Final = (Mutation, Deletion, Rollback)
 
 
 class Delivery(NamedTuple):
@@ -47,6 +48,22 @@ class Delivery(NamedTuple):
     positions: Checkpoint
 
 
+class Cut(NamedTuple):
+    """Events up to a consistent cut, or a part of them."""
+
+    events: list[Event]
+    time: int
+    """The closed time, a CAS: the state after these events is the server's as of one moment.
+    0: a part of what comes before the next cut, and no state of the server."""
+    positions: Checkpoint
+    """The position of each partition after them, to be stored with their effects."""
+
+    @property
+    def changes(self) -> list[Change]:
+        """The events that say what happened to documents."""
+        return [event for event in self.events if isinstance(event, _DOCUMENTS)]
+
+
 class Source(Protocol):
     """What the reader needs from the supervisor of the streams."""
 
@@ -56,6 +73,9 @@ class Source(Protocol):
     @property
     def is_finished(self) -> bool:
         """Whether no more events can come."""
+
+    def is_alone(self, session: ConsumerSession) -> bool:
+        """Whether all partitions that are followed are with this session."""
 
     async def settle(self, batch: Batch, at: int) -> None:
         """Decide the rollback at an index of a batch. All events before it are processed."""
@@ -81,6 +101,14 @@ class BatchReader:
         self.pace = None if events_per_s is None else Pace(events_per_s)
         self.delivered: Checkpoint = {}
         """The positions at the beginning of the current batch."""
+        self.closed: dict[int, int] = {}
+        """Partition -> closed time up to which all changes were returned."""
+        self._cut_time = 0
+        """The closed time of the cut that is being returned; 0: none is."""
+        self._held: list[Event] = []
+        """Events of `cuts` that wait for their cut."""
+        self._at_cut: Checkpoint | None = None
+        """The positions after the last cut that was returned; None: `cuts` was not called."""
         self._saver = saver
         self._metrics = metrics
         self._validator = validator
@@ -110,6 +138,8 @@ class BatchReader:
             for vb_id in gone:
                 batch.positions.pop(vb_id, None)
                 batch.markers.pop(vb_id, None)
+            if batch.closed is not None:
+                batch.closed.forget(gone)
 
     @property
     def queued_bytes(self) -> int:
@@ -132,8 +162,31 @@ class BatchReader:
         is_lazy = self._validator is None and self.pace is None
         return self._pieces(source, is_lazy=is_lazy)
 
-    async def _pieces(self, source: Source, *, is_lazy: bool) -> AsyncIterator[list[Item]]:
+    async def cuts(self, source: Source, events_max: int | None) -> AsyncIterator[Cut]:
+        """Yield what `batches` does up to each cut, in parts if there is more than `events_max`.
+
+        Raises the error of a stream that is refused for good: no cut would have its partition.
+        """
+        if self._at_cut is None:
+            self._at_cut = self.checkpoint()
+        pieces = cast("AsyncIterator[list[Event]]", self._pieces(source, is_lazy=False, marks=True))
+        async for piece in pieces:
+            self._held += piece
+            failed = next((event for event in piece if isinstance(event, StreamFailed)), None)
+            if failed is not None:
+                raise failed.error()
+            is_part = events_max is not None and len(self._held) >= events_max
+            if self._cut_time or is_part:
+                events, self._held = self._held, []
+                self._at_cut = self._positions_after(self._count)
+                yield Cut(events, self._cut_time, dict(self._at_cut))
+
+    async def _pieces(
+        self, source: Source, *, is_lazy: bool, marks: bool = False
+    ) -> AsyncIterator[list[Item]]:
+        """Yield pieces of batches, and with `marks` [] after the last one before a cut."""
         self._is_single = False
+        self._cut_time = 0
         iteration = self._iteration = object()
         self.wake.set()  # wakes an older iteration, which then fails
         while True:
@@ -160,6 +213,21 @@ class BatchReader:
                 if source.asks and stop == self._piece_start and stop < len(batch.items):
                     await self._settle(source, batch, stop)
                     self._check_newest(iteration)
+            if batch.closed is not None and self._close(source, batch.closed) and marks:
+                self._cut_time = batch.closed.time
+                yield []
+                self._check_newest(iteration)
+                self._cut_time = 0
+
+    def _close(self, source: Source, closed: Closed) -> bool:
+        """Note the closed time at the end of the current batch; return whether all partitions have
+        reached it.
+        """
+        assert self._current is not None
+        if closed.time <= max(self.closed.values(), default=0):
+            return False  # the server's clock was set back while it was down
+        self.closed.update(dict.fromkeys(closed.vb_ids, closed.time))
+        return closed.is_whole and source.is_alone(self._current[0])
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
         """Yield the events of the last piece. Each counts as returned when it is yielded."""
@@ -177,8 +245,10 @@ class BatchReader:
     # -- positions -----------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint:
-        """Return the positions after all returned events, the current one included."""
-        return self._positions_after(self._count)
+        """Return the positions after all returned events, the current one included; with `cuts`
+        those of the last cut, or part of one.
+        """
+        return self._positions_after(self._count) if self._at_cut is None else dict(self._at_cut)
 
     def processed(self) -> Checkpoint:
         """Return the positions after all processed events, for which the user asked for more."""
@@ -257,6 +327,10 @@ class BatchReader:
                 self._looked_at += 1
         self._looked_at = max(stop, self._looked_at)
         kinds = [type(item) for item in items]
+        if Rollback in kinds:
+            for item in items:
+                if isinstance(item, Rollback):
+                    self.closed.pop(item.vb_id, None)
         events = _events_in(items)
         self._metrics.events += events
         self._metrics.changes += events - len(items) + sum(kinds.count(kind) for kind in _CHANGES)

@@ -36,7 +36,7 @@ from typing import Any, Unpack
 
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import Checkpoint
-from clients.consumer.batch_reader import BatchReader, Delivery
+from clients.consumer.batch_reader import BatchReader, Cut, Delivery
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
@@ -258,6 +258,32 @@ class Consumer:
         """
         async for events in self.batches():
             yield self._reader.delivery(events)
+
+    async def cuts(self, events_max: int | None = None) -> AsyncIterator[Cut]:
+        """Yield the events up to each consistent cut: after them you hold the server's state as of
+        one moment, in all partitions that you follow. It needs the option `cuts`.
+
+        The first one has all that there is. If that is more than `events_max`, it comes in parts,
+        which end nowhere (`Cut.time` 0). There are up to ten cuts a second, also without events.
+        `checkpoint` and `save` are about whole cuts and such parts then.
+        """
+        self._check_cuts()
+        await self.open()
+        async for cut in self._reader.cuts(self._supervisor, events_max):
+            yield cut
+
+    @property
+    def frontier(self) -> int:
+        """The smallest closed time of the partitions, a CAS: everything that the server had then
+        was returned. 0: that is not known of some partition, for example after its Rollback.
+        """
+        self._check_cuts()
+        closed = self._reader.closed
+        return min((closed.get(vb_id, 0) for vb_id in self.followed), default=0)
+
+    def _check_cuts(self) -> None:
+        if not self.options.cuts:
+            raise RuntimeError("this consumer does not ask for cuts: give it the option cuts=True")
 
     async def run(self, handle: Callable[[Delivery], Awaitable[Any] | Any]) -> None:
         """Call a function, plain or async, with each delivery until the stream ends."""

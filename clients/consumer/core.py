@@ -37,6 +37,7 @@ from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.streams import (
     Batch,
+    Closed,
     PartitionStream,
     PartitionStreamState,
     StreamRequests,
@@ -57,7 +58,7 @@ from clients.event import (
 from clients.position import Position
 from clients.streaming.change_runs import LOOPS, MUTATION_BYTES_MIN, MUTATION_EXTRAS_BYTES
 from clients.streaming.mutations import Mutations, decoded
-from clients.streaming.stream_connection import FrameBuffer, Setup
+from clients.streaming.stream_connection import CLOSED_TIMES, FrameBuffer, Setup
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -116,6 +117,7 @@ class ConsumerCore:
         setup = Setup(
             name, _WITH_XATTRS if options.xattrs else OpenFlag.PRODUCER, options.buffer_bytes,
             options.noop_interval_s,
+            needed=(CLOSED_TIMES,) if options.cuts else (),
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
             draw=draw, asks_replicas=options.from_replicas,
         )  # fmt: skip
@@ -154,6 +156,8 @@ class ConsumerCore:
     def receive(self, data: bytes, now_ns: int) -> Batch:
         """Process received bytes. After an error, return the events before it and set `failure`.
 
+        If the batch ends at a cut (`Batch.closed`), call again with b"" for the rest.
+
         The error is a RemoteProtocolError, StreamViolationError or another DcpdError.
         """
         assert self.failure is None
@@ -164,8 +168,10 @@ class ConsumerCore:
         buffer = self._buffer.take(data)
         if buffer is None:
             return Batch(items, {}, 0, {})
+        closed: Closed | None = None
         try:
             wire_bytes = self._decode(buffer)
+            closed = streams.closed()
         except (ProtocolError, DcpdError) as error:
             self.failure, wire_bytes = error, 0  # the connection ends, so nothing is acknowledged
         opened = self._extensions
@@ -185,7 +191,9 @@ class ConsumerCore:
             items = [*events]
         markers = {stream.vb_id: marker for stream, marker in touched.items() if marker[1]}
         positions = {stream.vb_id: stream.position() for stream in touched}
-        return Batch(items, positions, wire_bytes, markers, opened.collections, opened.filter)
+        return Batch(
+            items, positions, wire_bytes, markers, opened.collections, opened.filter, closed
+        )
 
     def processed(self, batch: Batch) -> None:
         """The user has processed a batch. Acknowledge at half the window."""
@@ -226,6 +234,9 @@ class ConsumerCore:
                 if not stop:
                     break
                 uncounted += stop - at - wire_bytes
+                if self._connection.closed_time:
+                    at = stop
+                    break
             else:
                 stream = streams.get(opaque_of(buffer, at)[0])
                 stop = 0

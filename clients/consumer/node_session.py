@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import Batch, Wanted
+from clients.consumer.streams import Batch, Closed, Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
@@ -230,11 +230,9 @@ class ConsumerSession:
 
     def _on_bytes(self, data: bytes) -> None:
         self._has_heard = True
-        batch = self.core.receive(data, time.monotonic_ns())
-        self.queued_bytes += batch.wire_bytes
-        self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.items or batch.positions or batch.wire_bytes or self.core.streams.homeless:
-            self._owner.take_batch(self, batch)
+        closed = self._take(data)
+        while closed is not None and self.core.failure is None:
+            closed = self._take(b"")
         config, self.core.streams.pushed_config = self.core.streams.pushed_config, b""
         if config:
             self._owner.take_config(self, config)
@@ -248,6 +246,16 @@ class ConsumerSession:
             self.is_paused = True
             self.link.pause_reading()
         self.flush()
+
+    def _take(self, data: bytes) -> Closed | None:
+        """Pass bytes to the core, and queue what it makes of them; return the cut at its end."""
+        batch = self.core.receive(data, time.monotonic_ns())
+        self.queued_bytes += batch.wire_bytes
+        self._owner.metrics.wire_bytes += batch.wire_bytes
+        has_news = batch.items or batch.positions or batch.wire_bytes or batch.closed is not None
+        if has_news or self.core.streams.homeless:
+            self._owner.take_batch(self, batch)
+        return batch.closed
 
     def _on_lost(self, error: DcpdError) -> None:
         self._cancel_timers()

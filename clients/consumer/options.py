@@ -45,9 +45,10 @@ Chosen = Literal["all"] | tuple[str | int, ...] | None
 """Collections by name or id; None: the default collection only."""
 
 
-Decision = Literal["undo", "restart", "fail"] | int
+Decision = Literal["undo", "restart", "fail"] | int | Position
 """What to do: "undo" goes back to the event's seqno, "restart" to 0, "fail" raises
-HistoryBranchedError. A seqno means the newest complete state at or below it."""
+HistoryBranchedError. A seqno means the newest complete state at or below it. A Position: the user
+has brought the partition to that state by other means, and follows it from there."""
 OnRollback = (
     Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
 )
@@ -102,6 +103,9 @@ class ConsumerOptions:
     from_replicas: bool = False
     """Read from copies that are not masters: complete snapshots of what is committed, with the same
     positions. A copy that cannot serve a partition is passed over; the master comes last."""
+    cuts: bool = False
+    """Ask the server for consistent cuts (`Consumer.cuts`, `Consumer.frontier`). Nodes of clusters
+    and other servers refuse that (docs/consistent-cuts.md)."""
     rack: str = ""
     """With `from_replicas`: the rack that the consumer is in, as nodes name theirs. Copies there
     come first."""
@@ -127,8 +131,14 @@ class ConsumerOptions:
         check_switches(
             until_now=self.until_now, validate=self.validate, history=self.history,
             previous_values=self.previous_values, xattrs=self.xattrs,
-            from_replicas=self.from_replicas,
+            from_replicas=self.from_replicas, cuts=self.cuts,
         )  # fmt: skip
+        if self.cuts and (self.until_now or self.save_every_s is not None or self.from_replicas):
+            raise ValueError(
+                "cuts cannot be used with until_now, save_every_s or from_replicas: a cut ends at a"
+                " moment of the server, positions are saved after whole cuts (Consumer.save), and"
+                " copies tell none"
+            )
         check_buffer(self.buffer_bytes)
         check_seconds(
             "noop_interval_s", self.noop_interval_s, NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S
@@ -203,6 +213,7 @@ class ConsumerArguments(FollowArguments, total=False):
     store: CheckpointStore | AsyncCheckpointStore | None
     save_every_s: float | None
     on_rollback: OnRollback
+    cuts: bool
     collections: Iterable[str | int] | str | None
     key_prefixes: Iterable[str | bytes] | str | bytes
     history: bool

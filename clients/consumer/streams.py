@@ -161,6 +161,23 @@ class PartitionStream(Cursor):
         self.advance(first, last, count)
 
 
+class Closed:
+    """What CLOSED_TIME told: a cut, and the partitions that have reached it."""
+
+    __slots__ = ("is_whole", "time", "vb_ids")
+
+    def __init__(self, time: int, vb_ids: Iterable[int], *, is_whole: bool) -> None:
+        self.time = time
+        self.vb_ids = set(vb_ids)
+        self.is_whole = is_whole
+        """Whether these are all partitions that the connection follows."""
+
+    def forget(self, vb_ids: frozenset[int]) -> None:
+        """Take note that events of partitions were dropped, so that these have not reached it."""
+        self.is_whole = self.is_whole and not self.vb_ids & vb_ids
+        self.vb_ids -= vb_ids
+
+
 class Batch(NamedTuple):
     """The result of one read: items in order, and the positions of their partitions after them."""
 
@@ -173,6 +190,8 @@ class Batch(NamedTuple):
     collections: tuple[int, ...] | None = None
     filter: Filter | None = None
     """Collections and filter of the streams that it opens, for the same function."""
+    closed: Closed | None = None
+    """The cut that its end is; then there may be more of the same read."""
 
     @property
     def events(self) -> list[Event]:
@@ -320,7 +339,7 @@ class StreamRequests:
         self.by_vb: dict[int, PartitionStream] = {}
         """Partition -> stream, finished ones included."""
         self._asks_on_rollback = options.asks_on_rollback
-        self._stalls = StallWatch()
+        self._stalls = StallWatch(are_aligned=options.cuts)
         self._extensions = extensions
         self._until_now = options.until_now
         self._to_beginning = options.on_rollback == "restart"
@@ -349,6 +368,16 @@ class StreamRequests:
     def tick(self, now_ns: int) -> None:
         """Request streams again whose pause is over."""
         self._ask_for(self.connection.due(now_ns))
+
+    def closed(self) -> Closed | None:
+        """Return the cut that came just now, once; None: none did."""
+        connection = self.connection
+        time, connection.closed_time = connection.closed_time, 0
+        if not time:
+            return None
+        followed = sum(not stream.is_over for stream in self.by_vb.values())
+        reached = [stream.vb_id for stream in connection.open.values()]
+        return Closed(time, reached, is_whole=len(reached) == followed)
 
     def held(self) -> dict[int, Wanted]:
         """Return the partitions that were rolled back and wait for `go_on`."""
@@ -382,7 +411,6 @@ class StreamRequests:
         stream = self.by_vb[vb_id]
         assert stream.state is PartitionStreamState.HELD
         if position is not None:
-            assert position.seqno <= stream.seqno
             stream.place(position)
         self._again(stream)
 
@@ -683,7 +711,9 @@ class StallWatch:
     `PATIENCE` checks while other streams move.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_aligned: bool = False) -> None:
+        self._are_aligned = are_aligned
+        """Whether streams wait for each other at cuts: then one is stalled only if all are."""
         self._seen: dict[int, tuple[int, int, int, bool]] = {}
         """Partition -> (opaque, seqno, checks behind without a move, whether it ever moved)."""
 
@@ -712,7 +742,7 @@ class StallWatch:
         stalled = []
         for _, stream in late:
             _, _, count, has_moved = self._seen[stream.vb_id]
-            if has_moved or is_quiet or count > PATIENCE:
+            if is_quiet or (not self._are_aligned and (has_moved or count > PATIENCE)):
                 stalled.append(stream)
                 del self._seen[stream.vb_id]
         return stalled

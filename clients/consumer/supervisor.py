@@ -97,6 +97,11 @@ class Supervisor:
             session.core.streams.is_finished for session in self._placement.sessions.values()
         )
 
+    def is_alone(self, session: ConsumerSession) -> bool:
+        """Whether all partitions that are followed are with this session."""
+        others = len(self._placement.sessions) - (session in self._placement.sessions.values())
+        return not (others or self._placement.homeless or self.paused or self._held)
+
     async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
         """Return the current high seqno of each followed partition, asked from its node."""
         sessions = list(self._placement.sessions.values())
@@ -263,10 +268,13 @@ async def decide_rollback(strategy: OnRollback, event: Rollback, position: Posit
         raise error
     if decision == "restart":
         decision = 0
-    assert isinstance(decision, int), 'on_rollback returns "undo", "restart", "fail" or a seqno'
-    if decision >= event.to_seqno:
-        return Decided(event, position)
-    position = gone_back(position, decision)
+    if isinstance(decision, Position):
+        position = decision
+    else:
+        assert isinstance(decision, int), 'on_rollback returns "undo", "restart", "fail" or a seqno'
+        if decision >= event.to_seqno:
+            return Decided(event, position)
+        position = gone_back(position, decision)
     reason = f"{event.reason}; on_rollback chose seqno {position.seqno}"
     return Decided(
         Rollback(

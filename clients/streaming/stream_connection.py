@@ -64,6 +64,7 @@ from dcp.wire.message import (
     pack_control,
     pack_open,
     pack_stream_request,
+    parse_closed_time,
     parse_failover_log,
     parse_stream_end,
     parse_vb_seqnos,
@@ -94,6 +95,9 @@ _REQUEST: Final = int(Magic.REQUEST)
 _SERVER_REQUEST: Final = int(Magic.SERVER_REQUEST)
 _NOOP: Final = int(Opcode.DCP_NOOP)
 _STREAM_END: Final = int(Opcode.DCP_STREAM_END)
+_CLOSED_TIME: Final = int(Opcode.DCP_CLOSED_TIME)
+CLOSED_TIMES: Final = b"x_closed_times"
+"""Control: the server says when the open streams have brought one state of its node."""
 
 
 _MAGICS: Final = frozenset({Magic.REQUEST, Magic.RESPONSE, Magic.SERVER_REQUEST})
@@ -163,6 +167,8 @@ class StreamConnection(Generic[S]):
         """Opaque -> open stream."""
         self.granted: dict[bytes, int | None] = dict.fromkeys(setup.wished)
         """Status of each optional control; None: not answered yet."""
+        self.closed_time = 0
+        """The closed time that came just now; 0: none. Who reads frames takes it and resets it."""
         self._setup = setup
         self._owner = owner
         self._on_message = owner.on_message
@@ -309,6 +315,9 @@ class StreamConnection(Generic[S]):
                     self._on_end(stream, frame)
                 else:
                     self._on_message(stream, frame)
+            elif opcode == _CLOSED_TIME:
+                self.closed_time = parse_closed_time(frame)
+                return stop, 0
             return stop, stop - at
         if magic != _SERVER_REQUEST:
             self.requests.take(frame)

@@ -31,24 +31,22 @@ from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle
 from dcp.server.access.access import Access
-from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
-from dcp.server.access.users import Users
+from dcp.server.access.users import FIRST_ADMIN, Users, add_first_admin
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import plain_host_of
+from dcp.server.config.sources import LiveSettings, plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
 from dcp.server.net.connection import ConnectionParts
 from dcp.server.net.connections import Connections
+from dcp.server.net.cut_timer import CutTimer
 from dcp.server.net.sessions import Sessions
 from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
-from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.event_log import EventLog, MembershipOverError, event_of
 from dcp.server.observe.housekeeping import Housekeeping
 from dcp.server.observe.log_limiter import RefusalLog
-from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
@@ -521,7 +519,10 @@ class Node:
         self._listeners = Listeners(
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
-        self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
+        self._upkeep = Upkeep(
+            connections, access, self.views, self._refusals, self._housekeeping,
+            CutTimer(engine, self._hub),
+        )  # fmt: skip
 
     def _follow_settings(self) -> None:
         """Have the parts follow the settings that can change while the node runs."""

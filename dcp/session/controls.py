@@ -52,7 +52,14 @@ def _noop_interval(producer: Producer, _state: SessionState, value: str) -> int:
         return Status.EINVAL
     if not NOOP_INTERVAL_MIN_S <= interval_s < 86_400:
         return Status.EINVAL
-    producer.noop_interval_ns = int(interval_s * 1_000_000_000)
+    producer.keepalive.interval_ns = int(interval_s * 1_000_000_000)
+    return Status.OK
+
+
+def _noop(producer: Producer, _state: SessionState, value: str) -> int:
+    if value not in _BOOLEANS:
+        return Status.EINVAL
+    producer.keepalive.is_enabled = value == "true"
     return Status.OK
 
 
@@ -126,6 +133,20 @@ def _out_of_order(producer: Producer, _state: SessionState, value: str) -> int:
     return Status.OK
 
 
+def _closed_times(producer: Producer, state: SessionState, value: str) -> int:
+    """It cannot be turned off again."""
+    if value != "true":
+        return Status.EINVAL
+    if state.replication is not None:
+        raise RefusedError(
+            Status.NOT_SUPPORTED,
+            "closed times (control x_closed_times) are of a node alone: the nodes of this cluster"
+            " do not agree on one cut yet. Follow without cuts",
+        )
+    state.shared.hub.cutting[producer] = None
+    return Status.OK
+
+
 def _switch(name: str) -> Setter:
     """Return a setter that turns an attribute of the producer on and off."""
 
@@ -167,7 +188,7 @@ def _not_supported(_producer: Producer, _state: SessionState, _value: str) -> in
 
 CONTROLS: Final[dict[str, Setter]] = {
     "traceparent": _traceparent,
-    "enable_noop": _switch("noop_is_enabled"),
+    "enable_noop": _noop,
     "set_noop_interval": _noop_interval,
     "connection_buffer_size": _window,
     "set_priority": _accept("high", "medium", "low"),
@@ -191,6 +212,7 @@ CONTROLS: Final[dict[str, Setter]] = {
     "x_previous_value": _previous_values,
     "x_key_prefix": _term("has_key_prefixes"),
     "x_from_replicas": _term("from_replicas"),
+    "x_closed_times": _closed_times,
     "stream_buffer_size": _not_supported,
     "enable_sync_writes": _not_supported,
     "flatbuffers_system_events": _not_supported,

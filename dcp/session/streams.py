@@ -422,7 +422,7 @@ class DcpCommands:
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
         needs_noop = self._state.hello.has_collections or self._open_flags & _INCLUDE_XATTRS
-        if needs_noop and not producer.noop_is_enabled:
+        if needs_noop and not producer.keepalive.is_enabled:
             why = "collections and xattrs need control enable_noop=true first"
             raise RefusedError(Status.NOT_SUPPORTED, why)
         start_seqno = asked.start_seqno

@@ -45,6 +45,8 @@ class SendState(Enum):
     yet. Its commit wakes the stream."""
     WAITS_FOR_CLIENT = auto()
     """A takeover waits for the client's answer, which wakes the stream."""
+    WAITS_FOR_CUT = auto()
+    """It has reached the connection's cut before other streams. They reach it and wake it."""
     CAUGHT_UP = auto()
     """Everything committed is sent. The next commit wakes the stream."""
     RATE_LIMITED = auto()

@@ -9,6 +9,7 @@ from dcp.stream.active_stream import ActiveStream
 from dcp.stream.group_leases import GroupLeases
 from dcp.stream.stream_limits import StreamLimits
 from dcp.wire.message import EndReason
+from vbucket.engine.cut import Cut
 
 
 class Follower(Protocol):
@@ -29,6 +30,9 @@ class Follower(Protocol):
 
     def fenced(self, vb_id: int) -> None:
         """The partition may not answer now."""
+
+    def begin_cut(self, cut: Cut) -> None:
+        """The node drew a cut: streams stop there."""
 
     def supersede(self) -> None:
         """Another connection took this one's name: this one closes."""
@@ -61,6 +65,7 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
+        self.cutting: dict[Follower, None] = {}  # negotiated closed times: they are told each cut
         self.group_leases = GroupLeases()
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""
@@ -87,6 +92,7 @@ class StreamHub:
         """Forget a producer and all that it follows."""
         if self._names.get(name) is follower:
             del self._names[name]
+        self.cutting.pop(follower, None)
         for followers in self._followers.values():
             followers.pop(follower, None)
 

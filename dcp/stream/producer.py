@@ -24,6 +24,7 @@ Invariants
   or a stream that may take the free place is in the ready queue;
 - a partition whose newest version is not committed yet sends nothing: the snapshots under way are
   undone, but a crash could bring them back;
+- no stream passes a pending cut. A stream that is added ends it, as it may hold later changes;
 - with a window of N bytes, streams stop as soon as N or more bytes are unacknowledged. Responses,
   NOOP and the STREAM_END of `end` are still sent.
 
@@ -40,20 +41,21 @@ from dcp.stream.ack_ages import AckAges
 from dcp.stream.active_stream import ActiveStream, SendState
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
+from dcp.stream.keepalive import Keepalive
+from dcp.stream.pending_cut import PendingCut
 from dcp.stream.rate import RateLimit
 from dcp.stream.snapshots import Message, SnapshotWriter
 from dcp.stream.terms import Terms
-from dcp.wire.frame import pack_request
 from dcp.wire.message import (
     EndReason,
     StreamRequest,
+    pack_closed_time,
     pack_set_vbucket_state,
     pack_stream_end,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from vbucket.engine.cut import Cut
 from vbucket.engine.engine import Engine
-from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Layer, Partition, VbState
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.native import live_run
@@ -61,14 +63,6 @@ from vbucket.store.environment import StoreDamagedError
 
 TURN_BYTES: Final = 128 * 1024
 """What a stream may send in one turn."""
-
-NOOP_OPAQUE_FIRST: Final = 10_000_001
-"""First opaque of the server's own requests, as in kv_engine."""
-
-NOOP_INTERVAL_DEFAULT_NS: Final = 180 * 1_000_000_000
-
-IDLE_CLOSE_NS: Final = 360 * 1_000_000_000
-"""A peer that enabled NOOP and is silent for so long is gone (kv_engine: 360 s)."""
 
 BACKLOGS_MAX: Final = 16
 """Backlogs that a connection sends at once. Each one keeps the superseded seqnos of its snapshot,
@@ -82,12 +76,13 @@ _WINDOW_FULL: Final = SendState.WINDOW_FULL
 _WAITS_FOR_BACKFILL: Final = SendState.WAITS_FOR_BACKFILL
 _WAITS_FOR_COMMIT: Final = SendState.WAITS_FOR_COMMIT
 _WAITS_FOR_CLIENT: Final = SendState.WAITS_FOR_CLIENT
+_WAITS_FOR_CUT: Final = SendState.WAITS_FOR_CUT
 _CAUGHT_UP: Final = SendState.CAUGHT_UP
 _RATE_LIMITED: Final = SendState.RATE_LIMITED
 _STALLED: Final = SendState.STALLED
 # Tuples, because hashing an Enum member costs more than comparing it with a few others.
 _QUEUED: Final = (_READY, _WINDOW_FULL, _WAITS_FOR_BACKFILL)
-_NOT_WOKEN: Final = (*_QUEUED, _STALLED)
+_NOT_WOKEN: Final = (*_QUEUED, _STALLED, _WAITS_FOR_CUT)
 
 
 _NOT_ASKED: Final = -1
@@ -121,8 +116,7 @@ class Producer:
         self.sends_end_on_close = False
         self.has_expiry_opcode = False
         """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
-        self.noop_is_enabled = False
-        self.noop_interval_ns = NOOP_INTERVAL_DEFAULT_NS
+        self.keepalive = Keepalive()
         self.is_superseded = False
         self.damages: list[str] = []
         """What is damaged in the store, in words. The caller logs it and empties the list."""
@@ -142,13 +136,6 @@ class Producer:
         self._urgent: list[Message] = []
         self._limited: dict[int, ActiveStream] = {}
         """Streams that have a `rate`, by key."""
-        self._noop_opaque = NOOP_OPAQUE_FIRST
-        self._noop_is_open = False
-        """Whether the last NOOP is not answered yet. No other one is sent meanwhile."""
-        self._last_noop_ns = 0
-        self.noop_took_ns: int | None = None
-        """How long the last NOOP that was answered took; None: none was."""
-        self._last_heard_ns = 0
 
     @property
     def stream_count(self) -> int:
@@ -178,7 +165,9 @@ class Producer:
         if request.start_seqno >= request.end_seqno:
             self._send_end(stream, EndReason.OK)
             return
-        stream.opened_ns = self._last_heard_ns
+        stream.opened_ns = self.keepalive.heard_ns
+        if self.snapshots.cut is not None:
+            self._leave_cut()
         self._streams[stream.key] = stream
         self._by_vb[vb_id] = (*self._by_vb.get(vb_id, ()), stream)
         if stream.takeover is not None:
@@ -210,26 +199,16 @@ class Producer:
         the next NOOP for that to the last one.
         """
         if opcode == Opcode.DCP_NOOP:
-            self._noop_is_open = False
-            self.noop_took_ns = self._last_heard_ns - self._last_noop_ns
+            self.keepalive.answered()
             return
         stream = self._takeovers.get(opaque)
-        takeover = stream.takeover if stream is not None else None
-        if stream is None or takeover is None:
+        if stream is None or stream.takeover is None:
             return
-        if opcode == Opcode.DCP_SNAPSHOT_MARKER and takeover.has_open_marker:
-            takeover.has_open_marker = False
-        elif opcode != Opcode.DCP_SET_VBUCKET_STATE:
-            return
-        elif not status and not takeover.accepted(self._engine, stream.vb_id):
-            self.end(stream, EndReason.STATE_CHANGED)
-            return
-        if status != Status.OK:
-            self.end(stream, EndReason.CLOSED)  # the client refuses the partition
-        elif takeover.is_done:
-            self.end(stream, EndReason.OK)
-        else:
+        reason = stream.takeover.answered(self._engine, stream.vb_id, opcode, status)
+        if reason is None:
             self._wake(stream)
+        else:
+            self.end(stream, reason)
 
     def set_window(self, window_bytes: int) -> None:
         """Count what is sent from now on against a window; 0: no flow control."""
@@ -254,7 +233,7 @@ class Producer:
 
     def heard(self, now_ns: int) -> None:
         """Note that the client sent something; the clock is the steady one of `tick`."""
-        self._last_heard_ns = now_ns
+        self.keepalive.heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
         """Let time pass: send a NOOP if one is due. False: the peer is gone, so close."""
@@ -265,17 +244,11 @@ class Producer:
         for stream in self._takeovers.values():
             if stream.takeover is not None and not stream.is_backlog:
                 stream.takeover.tick(self._engine, stream.vb_id, now_ns)
-        if not self.noop_is_enabled:
-            return True
-        self._last_heard_ns = self._last_heard_ns or now_ns
-        self._last_noop_ns = self._last_noop_ns or now_ns
-        if now_ns - self._last_heard_ns > IDLE_CLOSE_NS:
-            return False
-        if not self._noop_is_open and now_ns - self._last_noop_ns >= self.noop_interval_ns:
-            self._last_noop_ns, self._noop_is_open = now_ns, True
-            self._send_urgently(pack_request(Opcode.DCP_NOOP, opaque=self._noop_opaque))
-            self._noop_opaque += 1
-        return True
+        noop = self.keepalive.tick(now_ns)
+        if noop:
+            self._urgent.append(noop)
+            self._schedule()
+        return noop is not None
 
     # -- what the hub calls --------------------------------------------------------------------
 
@@ -308,6 +281,19 @@ class Producer:
         for stream in self._by_vb[vb_id]:
             self.end(stream, EndReason.STATE_CHANGED)
 
+    def begin_cut(self, cut: Cut) -> None:
+        """The node drew a cut: all streams stop there, unless they are on their way to another."""
+        if self.snapshots.cut is None and self._streams:
+            self.snapshots.cut = PendingCut(cut, self._streams.values())
+            self._schedule()
+
+    def _leave_cut(self) -> None:
+        """No cut is pending any more: the streams that wait for it go on."""
+        cut, self.snapshots.cut = self.snapshots.cut, None
+        for stream in cut.waiting if cut is not None else ():
+            if stream.state is _WAITS_FOR_CUT:
+                self._settle(stream, _READY)
+
     def supersede(self) -> None:
         """A newer connection has this one's name."""
         self.is_superseded = True
@@ -319,6 +305,7 @@ class Producer:
         for stream in self._takeovers.values():
             assert stream.takeover is not None
             stream.takeover.abandon(self._engine, stream.vb_id)
+        self.snapshots.cut = None
         self._takeovers.clear()
         self._by_vb.clear()
         self._streams.clear()
@@ -379,7 +366,8 @@ class Producer:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return something now."""
-        return bool(self._urgent) or (bool(self._ready) and self._window_left() > 0)
+        cut, is_ready = self.snapshots.cut, bool(self._ready) and self._window_left() > 0
+        return bool(self._urgent) or is_ready or (cut is not None and not cut.behind)
 
     @property
     def can_wait(self) -> bool:
@@ -397,18 +385,23 @@ class Producer:
                 break
             stream = ready.popleft()
             part = partitions[stream.vb_id]
-            if part.has_copies and part.state is _REPLICA and not self._may_go_on(stream, part):
+            is_copy = part.has_copies and part.state is _REPLICA
+            if is_copy and not self.snapshots.may_go_on(stream, part):
                 stream.state = _SENDING
                 self.end(stream, EndReason.STATE_CHANGED)
                 continue
             has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
-            if has_more and live_form is not None:
+            cut = self.snapshots.cut
+            is_cut = cut is not None and part.committed_seqno > cut.seqnos[part.vb_id]
+            if has_more and live_form is not None and not is_cut:
                 if live_form == _NOT_ASKED:
-                    live_form = self._live_form()
+                    live_form = None if _live_run is None else self.snapshots.live_form
                 room = min(TURN_BYTES, window, bytes_max)
                 sent = self._send_live(stream, part, out, room, live_form)
                 if sent:
                     bytes_max -= sent
+                    if cut is not None:
+                        cut.reached_by(stream)
                     continue
             stream.state = state = self._state_of(stream, part)
             if state is not _READY:
@@ -418,31 +411,18 @@ class Producer:
             sent = self._take_turn(stream, part, out, min(TURN_BYTES, window, bytes_max))
             bytes_max -= sent + self.snapshots.refused_bytes
             self.snapshots.refused_bytes = 0
+        cut = self.snapshots.cut
+        if cut is not None and not cut.behind:
+            # Ends of streams come first: those have not reached the cut.
+            out += (*self._urgent, pack_closed_time(cut.time))
+            self._urgent = []
+            self._leave_cut()
         return out
 
-    def _may_go_on(self, stream: ActiveStream, part: Partition) -> bool:
-        """Whether a copy that is no master still has what a stream goes on with. If its master has
-        cut it back or fills it anew, or has newer collections, the client has to ask again.
-        """
-        if stream.vb_uuid != part.vb_uuid or stream.next_seqno > part.high_seqno + 1:
-            return False
-        has_news = part.tally.other_high_seqno >= stream.next_seqno
-        return part.incomplete_snapshot is None and (
-            not has_news or knows_collections(self._engine, part.vb_id)
-        )
-
-    def _live_form(self) -> int | None:
-        """Return the form in which `_send_live` sends; None: it cannot."""
-        return None if _live_run is None else self.snapshots.live_form
-
     def _send_live(
-        self,
-        stream: ActiveStream,
-        part: Partition,
-        out: list[Message],
-        bytes_max: int,
+        self, stream: ActiveStream, part: Partition, out: list[Message], bytes_max: int,
         form: int | None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Send a whole snapshot of a live stream in one call, if nothing about it is unusual; 0:
         `_take_turn` has to do it.
         """
@@ -472,7 +452,8 @@ class Producer:
 
         A stream that has only its STREAM_END to send is READY.
         """
-        rate = stream.rate
+        cut, rate = self.snapshots.cut, stream.rate
+        is_at_cut = cut is not None and cut.reached_by(stream)
         if rate is not None and rate.allowance_bytes <= 0:
             return _RATE_LIMITED if rate.bytes_per_s else _STALLED
         if part.history_floor > part.committed_seqno or not self._commits.is_committed(
@@ -488,6 +469,8 @@ class Producer:
                     return _CAUGHT_UP
                 if not takeover.may_go_on(self._engine, stream.vb_id):
                     return _WAITS_FOR_COMMIT
+            elif is_at_cut:
+                return _READY if stream.has_missed_a_purge(part) else _WAITS_FOR_CUT
             elif stream.is_backlog and self._backlogs >= self._backlogs_max:
                 return _READY if stream.has_missed_a_purge(part) else _WAITS_FOR_BACKFILL
         is_full = self.window_bytes and self.window_bytes <= self.unacked_bytes
@@ -545,6 +528,9 @@ class Producer:
         if part.committed_seqno >= stream.next_seqno:
             sent = self.snapshots.begin(stream, part, out)
             self._backlogs += stream.is_backlog
+            cut = self.snapshots.cut
+            if cut is not None and stream.limit_seqno > cut.seqnos[part.vb_id]:
+                self._leave_cut()  # history up to a floor above the cut was given up
             return sent
         assert stream.takeover is not None, "a stream that has caught up takes no turn"
         stream.is_backlog = False
@@ -581,6 +567,9 @@ class Producer:
     def _forget(self, stream: ActiveStream) -> None:
         vb_id = stream.vb_id
         del self._streams[stream.key]
+        if self.snapshots.cut is not None:
+            self.snapshots.cut.behind.discard(stream.key)
+            self._schedule()
         others = tuple(other for other in self._by_vb[vb_id] if other is not stream)
         if others:
             self._by_vb[vb_id] = others
@@ -611,6 +600,9 @@ class Producer:
             self._schedule()
         elif state is _WAITS_FOR_BACKFILL:
             self._waiting.append(stream)
+        elif state is _WAITS_FOR_CUT:
+            assert self.snapshots.cut is not None, "it waits for one"
+            self.snapshots.cut.waiting.append(stream)
 
     def _rest(self, stream: ActiveStream, state: SendState) -> None:
         """A stream has come to the front of the ready queue and has nothing to send."""
@@ -632,10 +624,6 @@ class Producer:
         """Send STREAM_END even if the window is full. It counts against the window."""
         message = pack_stream_end(stream.vb_id, stream.opaque, reason)
         self._count(self.snapshots.put(stream, self._urgent, message))
-        self._schedule()
-
-    def _send_urgently(self, message: bytes) -> None:
-        self._urgent.append(message)
         self._schedule()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.stream.active_stream import ActiveStream
+from dcp.stream.pending_cut import PendingCut
 from dcp.stream.terms import MarkerVersion, Terms
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import (
@@ -33,6 +34,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Partition
 from vbucket.model.manifest import DEFAULT_COLLECTION
 from vbucket.store.plain_value import shown
@@ -73,6 +75,8 @@ class SnapshotWriter:
         """Which frames the codec leaves unchanged (flags of vbucket.store.block); None: none."""
         self.refused_bytes = 0
         """Bytes that filters left out in this turn. The caller counts and resets them."""
+        self.cut: PendingCut | None = None
+        """Where all streams stop; None: no cut is under way."""
         self._engine = engine
         self._terms = terms
 
@@ -89,6 +93,17 @@ class SnapshotWriter:
         ):  # fmt: skip
             return None
         return self.plain | _HAS_SNAPSHOT_ENDS if terms.has_snapshot_ends else self.plain
+
+    def may_go_on(self, stream: ActiveStream, part: Partition) -> bool:
+        """Whether a copy that is no master still has what a stream goes on with. If its master has
+        cut it back or fills it anew, or has newer collections, the client has to ask again.
+        """
+        if stream.vb_uuid != part.vb_uuid or stream.next_seqno > part.high_seqno + 1:
+            return False
+        has_news = part.tally.other_high_seqno >= stream.next_seqno
+        return part.incomplete_snapshot is None and (
+            not has_news or knows_collections(self._engine, part.vb_id)
+        )
 
     def begin(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         """Announce the next snapshot; return the bytes sent."""
@@ -203,12 +218,15 @@ class SnapshotWriter:
         """Return the highest seqno that the next snapshot may end at.
 
         A stream with an end completes the snapshot that the end is in (kv_engine, stream-request),
-        unless the client asked for exact ends. It is not below the history floor, because older
-        states may be gone. A client that asks for less gets the state as of the floor.
+        unless the client asked for exact ends. No snapshot passes a cut. It is not below the
+        history floor, because older states may be gone. A client that asks for less gets the state
+        as of the floor.
         """
         limit, floor = part.committed_seqno, part.history_floor
         if self._terms.has_exact_ends or stream.ends_at_latest:
             limit = min(limit, stream.end_seqno)
+        if self.cut is not None:
+            limit = min(limit, self.cut.seqnos[stream.vb_id])
         if stream.next_seqno <= floor and (self._terms.has_history or limit < floor):
             return floor
         return limit

@@ -26,6 +26,9 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final
 
+from dcp.wire.message import EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
 from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
@@ -107,6 +110,18 @@ class Takeover:
         part.release_writes(self)
         self.step = TakeoverStep.DRAINING
         return True
+
+    def answered(self, engine: Engine, vb_id: int, opcode: int, status: int) -> EndReason | None:
+        """The client answered a message of the stream. Return why the stream ends, if it does."""
+        if opcode == Opcode.DCP_SNAPSHOT_MARKER and self.has_open_marker:
+            self.has_open_marker = False
+        elif opcode != Opcode.DCP_SET_VBUCKET_STATE:
+            return None
+        elif not status and not self.accepted(engine, vb_id):
+            return EndReason.STATE_CHANGED
+        if status != Status.OK:
+            return EndReason.CLOSED  # the client refuses the partition
+        return EndReason.OK if self.is_done else None
 
     def tick(self, engine: Engine, vb_id: int, now_ns: int) -> None:
         """Refuse writes once the stream has tried to catch up for too long."""

@@ -249,6 +249,18 @@ def parse_snapshot_end(frame: Frame) -> int:
     return end_seqno
 
 
+def pack_closed_time(time: int) -> bytes:
+    """Return CLOSED_TIME (control x_closed_times); `time` is a CAS."""
+    return pack_request(Opcode.DCP_CLOSED_TIME, extras=U64.pack(time))
+
+
+def parse_closed_time(frame: Frame) -> int:
+    """Return the closed time."""
+    _need(frame, U64)
+    time: int = U64.unpack(frame.extras)[0]
+    return time
+
+
 def pack_previous_value(
     vb_id: int, opaque: int, by_seqno: int, prev_seqno: int, value: bytes, datatype: int
 ) -> bytes:

@@ -7,7 +7,7 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
 are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
 
-0xea to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
+0xe7 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
 messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
@@ -126,6 +126,8 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_READ_HASHES = 0xE6
+    DCP_CLOSED_TIME = 0xE7
     X_READ_VERSIONS = 0xE8
     X_GROUP_BEAT = 0xE9
     X_REPLICA_ENTRIES = 0xEA
@@ -350,6 +352,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         "between nodes: the versions of a range, and the failover log, for a copy that cannot read"
         " its own",
     ),
+    Opcode.X_READ_HASHES: OpSpec(
+        _P, "u8 what, u8 bits, u32 collection", "(key) (value u16 buckets, or u64 seqnos)",
+        "hashes of a collection's documents in a partition (0), the keys and versions in some of"
+        " their buckets (1), documents by seqno (2): see [diff.md](diff.md)",
+    ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",
         "for tests, on a node alone: hold commits, so that writes are not answered and streams show"
@@ -408,6 +415,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
+    Opcode.DCP_CLOSED_TIME: OpSpec(
+        _DCP, "u64 time", "-",
+        "sent: with control x_closed_times: the streams of this connection have brought the node's"
+        " state as of a time, and nothing that was changed after it",
+    ),
     Opcode.X_REPLICA_ENTRIES: OpSpec(
         _DCP, "u64 number, u64 question, u32 CRC-32C", "value sections",
         "sent: between nodes, to a replica's node after control x_replicate: entries of several"

@@ -81,6 +81,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "previous_values": [(None, "True or False")],
     "xattrs": [(0, "True or False")],
     "from_replicas": [("near", "True or False")],
+    "cuts": [("yes", "True or False")],
     "rack": [("r1", "goes with from_replicas"), (7, "a text")],
     "events_per_s": [(0, "above 0"), (-1, "above 0"), (NAN, "above 0"), ("9", "above 0")],
     "buffer_bytes": [(0, "1 to"), (-5, "1 to"), (2**32, "1 to"), (1.5, "1 to")],

@@ -38,7 +38,7 @@ ASKED_MAX = 20_000
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterHere]:
     """Two nodes with two copies. The tests change the cluster's record only."""
-    async with ClusterHere(tmp_path_factory.mktemp("two")) as cluster:
+    async with ClusterHere(tmp_path_factory.mktemp("two"), partitions=1024) as cluster:
         await cluster.start("n1")
         await cluster.become_member("n1", copies=2)
         await cluster.start("n2")

@@ -203,7 +203,7 @@ WRITERS: Final = 6
 """Of each SDK; half of them use a durability level."""
 DOCUMENTS: Final = 250
 """Of each writer."""
-WRITES: Final = 5_000
+WRITES: Final = 2_000
 """Writes of each kind, with and without a durability level, that the Python SDK has got an answer
 to at the end, at least. The test waits for them."""
 NODE_WRITES: Final = 1_000

@@ -36,7 +36,7 @@ FIND: Final = """async (rules) => (await axe.run(document, {runOnly: rules})).vi
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
-    with ClusterProcesses(tmp_path_factory.mktemp("looks")) as cluster:
+    with ClusterProcesses(tmp_path_factory.mktemp("looks"), partitions=1024) as cluster:
         until(lambda: len(cluster.alive()) == 3)
         cluster.rebalance()
         cluster.until_in_sync(3)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import LiveSettings
 from support.cluster_here import node_here
 
 CHANGES = {

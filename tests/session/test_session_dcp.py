@@ -174,6 +174,7 @@ def test_documents_are_served_on_a_dcp_connection_too(peer: Peer) -> None:
         ("enable_out_of_order_snapshots", ["true", "true_with_seqno_advanced"], ["false", "1"]),
         ("x_version_log", ["true", "false"], ["1"]),
         ("x_snapshot_end", ["true", "false"], ["1"]),
+        ("x_closed_times", ["true"], ["false", "1"]),
         ("x_exact_end", ["true", "false"], ["1"]),
         ("x_previous_value", ["true", "false"], ["1"]),
     ],
@@ -209,7 +210,7 @@ def test_a_control_has_a_key_and_a_value_and_no_extras(peer: Peer) -> None:
     assert peer.control(b"enable_noop", b"").status == Status.EINVAL
     answer = peer.ask(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true", extras=bytes(4))
     assert answer.status == Status.EINVAL
-    assert not peer.producer.noop_is_enabled
+    assert not peer.producer.keepalive.is_enabled
 
 
 def test_control_of_absurd_length_is_einval_with_short_log_line(peer: Peer) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.stream.producer import IDLE_CLOSE_NS, NOOP_OPAQUE_FIRST
+from dcp.stream.keepalive import IDLE_CLOSE_NS, NOOP_OPAQUE_FIRST
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import EndReason, OpenFlag, pack_buffer_ack, parse_stream_end
@@ -286,7 +286,7 @@ def quiet(node: MemoryNode) -> Peer:
     peer.open()
     peer.control(b"set_noop_interval", b"20")
     peer.control(b"enable_noop", b"true")
-    peer.producer._last_heard_ns = 0
+    peer.producer.keepalive.heard_ns = 0
     return peer
 
 
@@ -312,10 +312,10 @@ def test_a_noop_is_not_repeated_while_one_is_open(node: MemoryNode, quiet: Peer)
     for second in range(21, 300, 20):
         assert quiet.producer.tick(node.now_ns + second * SECOND_NS)
         assert quiet.pump() == []
-    assert quiet.producer.noop_took_ns is None
+    assert quiet.producer.keepalive.took_ns is None
     node.now_ns += 300 * SECOND_NS
     quiet.send(pack_response(Opcode.DCP_NOOP, opaque=first.opaque))
-    assert quiet.producer.noop_took_ns == 280 * SECOND_NS
+    assert quiet.producer.keepalive.took_ns == 280 * SECOND_NS
     assert quiet.producer.tick(node.now_ns + SECOND_NS)
     assert [frame.opaque for frame in quiet.pump()] == [first.opaque + 1]
 

@@ -124,6 +124,8 @@ def plain(user: str, password: str, *, opaque: int = 0) -> bytes:
 
 
 ADVANCE_S = 0.02
+PARTITIONS: Final = 64
+"""Partitions of these clusters: 1,024 take three times as long to start, and show nothing more."""
 
 
 class LoopMetaStore:
@@ -226,8 +228,9 @@ class ClusterHere:
             self._ports[name] = free_port(HOST, drawn) or 0, free_port(HOST, drawn) or 0
         port, admin_port = self._ports[name]
         settings = msgspec.structs.replace(
-            Settings(), data=data, port=port, admin_port=admin_port, **self._settings
-        )
+            Settings(), data=data, port=port, admin_port=admin_port,
+            **{"partitions": PARTITIONS, **self._settings},
+        )  # fmt: skip
         table = Users(data / USERS_FILE, iterations=4096)
         log = EventLog(logging.getLogger(f"test.{name}"))
         return Node(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from clients.address import parse_address
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer, ServerRefusedError
+from support.cluster_here import PARTITIONS
 from support.credentials import TestCa
 from support.waiting import until
 from tests.soak.cluster.members import EmbeddedMembers
@@ -141,8 +142,10 @@ class ClusterProcesses(EmbeddedMembers):
     first node owns. A context manager.
     """
 
-    def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
-        super().__init__(folder, names, *arguments)
+    def __init__(
+        self, folder: Path, names: str = "abc", *arguments: str, partitions: int = PARTITIONS
+    ) -> None:
+        super().__init__(folder, names, "--partitions", str(partitions), *arguments)
 
     def start_all(self) -> None:
         """Start all nodes that do not run."""

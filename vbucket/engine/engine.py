@@ -137,6 +137,7 @@ class Engine:
         self.now_ns = 0
         """The time of the operations of this batch, as a CAS has it: without the lowest 16 bits."""
         self.now_s = 0  # Unix time of this batch of operations
+        self.first_open_ns = 0  # the lowest time that is not closed: `now_ns` is never below
 
     @property
     def cas_max(self) -> int:
@@ -169,7 +170,7 @@ class Engine:
 
     def begin_batch(self, now_ns: int) -> None:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
-        self.now_ns = now_ns & ~0xFFFF
+        self.now_ns = max(now_ns & ~0xFFFF, self.first_open_ns)
         self.now_s = now_ns // 1_000_000_000
         self.locks.now_ns = now_ns
         if self.locks.held:

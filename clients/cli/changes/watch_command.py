@@ -37,6 +37,8 @@ from clients.event import Deletion, Event, Mutation, Rollback, StreamFailed, Sys
 from clients.kv.sync_client import SyncKv
 
 SAVE_INTERVAL_S: Final = 1.0
+CUT_PART_EVENTS: Final = 100_000
+"""A cut of more events is printed in parts, so it need not be in memory."""
 
 _CHANGES: Final = (Mutation, Deletion)
 _ALWAYS: Final = (Mutation, Deletion, Rollback, StreamFailed)
@@ -55,6 +57,7 @@ _OF_COLLECTIONS: Final = (*_ALWAYS, SystemEvent)
         "dcpctl watch --collection shop.orders",
         "dcpctl watch --state changes.ckpt -o json >> changes.ndjson",
         "dcpctl watch --until-now --vb 17",
+        "dcpctl watch --cuts -o json",
     ),
 )
 @with_vbs
@@ -89,6 +92,11 @@ _OF_COLLECTIONS: Final = (*_ALWAYS, SystemEvent)
     "--from-replicas", is_flag=True,
     help="Read from copies that are not masters. It shows the same, a moment later.",
 )  # fmt: skip
+@click.option(
+    "--cuts", is_flag=True,
+    help="A line after each consistent cut: the changes up to it are the server's state as of one"
+    " moment, in all partitions. With --until-now: up to the first one. Not in clusters.",
+)  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Show snapshots and stream events too.")
 @click.option(
     "--rollback-to", type=click.Choice(["state", "beginning"]), default="state", show_default=True,
@@ -108,6 +116,7 @@ def watch(
     collections: tuple[str, ...],
     style: ValueStyle,
     from_replicas: bool,
+    cuts: bool,
     show_all: bool,
     rollback_to: str,
 ) -> int:
@@ -116,6 +125,8 @@ def watch(
         raise click.UsageError(
             "--last cannot be used with --from or --state: it says itself where to begin"
         )
+    if cuts and (last is not None or count is not None or from_replicas):
+        raise click.UsageError("--cuts cannot be used with --last, --count or --from-replicas")
     begins = parse_start(start, vb_ids, lambda: datetime.now(UTC))
     names = _names_of(target, collections)
 
@@ -147,7 +158,11 @@ def watch(
             begins = await watcher.show_newest(consumer(begins, until_now=True), last)
         if last is None or not (until_now or watcher.is_enough):
             store = CheckpointFile(state) if state is not None else None
-            await watcher.watch(consumer(begins, store=store, until_now=until_now))
+            if cuts:
+                source = consumer(begins, store=store, cuts=True)
+                await watcher.watch_cuts(source, is_one=until_now)
+            else:
+                await watcher.watch(consumer(begins, store=store, until_now=until_now))
 
     return asyncio.run(watcher.run(work, is_finite=until_now or count is not None))
 
@@ -240,6 +255,19 @@ class _Watcher:
                 await asyncio.gather(saver, return_exceptions=True)
                 if self._is_saving:
                     await consumer.save()
+
+    async def watch_cuts(self, consumer: Consumer, *, is_one: bool) -> None:
+        """Print cut by cut; `is_one`: only the first."""
+        async with consumer:
+            async for cut in consumer.cuts(CUT_PART_EVENTS):
+                self._print(cut.events)
+                if cut.time and (is_one or cut.changes):
+                    sys.stdout.buffer.write(self._render(cut))
+                    sys.stdout.buffer.flush()
+                if self._is_saving:
+                    await consumer.save()
+                if cut.time and is_one:
+                    return
 
     async def _save_regularly(self, consumer: Consumer) -> None:
         while self._is_saving:

@@ -7,6 +7,7 @@ JSON lines (`-o json`), one object per event, `"v": 1`:
     vb         partition
     mutation   key, value, seqno, rev, cas, flags, expiry (absolute seconds, 0 = never)
     deletion   key, seqno, rev, cas
+    cut        time (a CAS); at (the same in words): with --cuts, after the changes up to it
     rollback   to (undo your changes above this seqno), server_seqno, from, reason
 
 With --collection, mutations and deletions have the name of their `collection`. `cas` and `vb_uuid`
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +34,7 @@ from clients.cli.output import (
     text_fields,
     value_fields,
 )
+from clients.consumer.batch_reader import Cut
 from clients.event import (
     Deletion,
     Event,
@@ -45,9 +48,10 @@ from clients.event import (
     StreamOpened,
     SystemEvent,
 )
+from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SystemEventKind
 
-Render = Callable[[Event], bytes]
+Render = Callable[[Event | Cut], bytes]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -113,14 +117,29 @@ _NAMES: Final = {
 
 def renderer(mode: str, style: ValueStyle, collections: Mapping[int, str] | None) -> Render:
     """Return the function that turns an event into a line; `mode` is that of -o."""
-    if mode == "json":
-        return lambda event: _encode(document_of(event, style, collections)) + b"\n"
-    if mode == "raw":
-        return _raw_value
-    if mode == "plain":
-        return _plain_line
     width = table_width()
-    return lambda event: _table_line(event, width)
+
+    def render(event: Event | Cut) -> bytes:
+        if isinstance(event, Cut):
+            return cut_line(mode, event)
+        if mode == "json":
+            return _encode(document_of(event, style, collections)) + b"\n"
+        if mode == "raw":
+            return _raw_value(event)
+        return _plain_line(event) if mode == "plain" else _table_line(event, width)
+
+    return render
+
+
+def cut_line(mode: str, cut: Cut) -> bytes:
+    """Return the line after the changes up to a cut."""
+    seconds, nanoseconds = divmod(time_ns_from_cas(cut.time), 10**9)
+    moment = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    at = f"{moment}.{nanoseconds // 1_000_000:03d}Z"
+    if mode == "json":
+        document = {"v": SCHEMA_VERSION, "event": "cut", "time": str(cut.time), "at": at}
+        return _encode(document) + b"\n"
+    return b"" if mode == "raw" else f"-- cut {at}\n".encode()
 
 
 def _plain_line(event: Event) -> bytes:

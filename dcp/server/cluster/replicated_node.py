@@ -50,8 +50,7 @@ from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
+from dcp.server.observe.event_log import EventLog, MembershipOverError, NodeRemovedError
 from dcp.server.observe.meter import ClusterMeter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError

@@ -19,8 +19,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.net.connections import Connections
-from dcp.server.net.replication_hooks import ReplicationHooks
-from dcp.server.net.sessions import Sessions
+from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import (
@@ -118,18 +117,16 @@ class ClientConnection(asyncio.Protocol):
         self._largest_bytes = 0
         """The most that the transport got at a time since it was last empty. It keeps all of that
         until the last byte is sent, but reports only what is left."""
-        self._is_write_paused = self._is_read_paused = False
-        self._is_pump_scheduled = False
+        self._is_write_paused = self._is_read_paused = self._is_pump_scheduled = False
         self._next_news: asyncio.TimerHandle | None = None
         """Set while stream messages wait that can."""
         self._arrival_timer: asyncio.TimerHandle | None = None
         """Set while a request waits for a partition, and perhaps a little longer."""
         self._has_pumped = False
         """Whether messages were pumped since it was set."""
-        self._is_aborted = self._owes_map = False
+        self._is_aborted = self._owes_map = self._has_begun = False
         self._traced = BatchTrace()
         """Of the newest batch."""
-        self._has_begun = False
         self._is_new = True
         """Whether it is among the newcomers."""
         self._has_held = False
@@ -341,9 +338,8 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close now; unsent data is lost."""
-        self._parts.refusals.write(
-            "connection closed", self.peer_host, peer=self.peer, reason=reason
-        )
+        write = self._parts.refusals.write
+        write("connection closed", self.peer_host, peer=self.peer, reason=reason)
         self._is_aborted = True
         self._transport.abort()
 

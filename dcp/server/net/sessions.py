@@ -7,18 +7,54 @@ applied. Then the server ends (`on_failure`), because it would give wrong answer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
+from dcp.core.groups import Published
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
-from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
+from dcp.session.answers.held_answers import HeldAnswers
+from dcp.session.replication_port import ReplicationPort
 from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.log.commit_group import CommitGroup
+
+
+class ReplicationHooks(Protocol):
+    """What connections need of the replication of their node. A node alone has none of it.
+
+    `dcp.server.cluster.replicated_node` implements it.
+    """
+
+    acknowledges_as_master: bool
+    """Whether a write is answered when this node's disk has it (setting acknowledge)."""
+
+    @property
+    def port(self) -> ReplicationPort:
+        """Where the nodes of replicas come in."""
+
+    def held(self) -> HeldAnswers:
+        """Return what holds the answers of a new connection."""
+
+    def before_commands(self, now_ns: int) -> None:
+        """Fence what may not be answered any more; call it before each batch of requests."""
+
+    def after_commands(self) -> None:
+        """A batch of requests was handled."""
+
+    def after_acknowledgement(self) -> None:
+        """A replica's acknowledgement was handled. Answers that waited for it leave now."""
+
+    def group_begun(self, group: CommitGroup) -> None:
+        """A group is about to be written: the commit path calls this first."""
+
+    def group_published(self, published: Published) -> None:
+        """A job of the log is done: tell the parts of the server what that commits."""
+
 
 CONSOLE: Final = "web console"
 """Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""

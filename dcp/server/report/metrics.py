@@ -96,7 +96,7 @@ def _lag_seconds(of: MetricSources, producer: Producer) -> float:
 
 
 def _noop_seconds(_of: MetricSources, producer: Producer) -> float | None:
-    took_ns = producer.noop_took_ns
+    took_ns = producer.keepalive.took_ns
     return None if took_ns is None else took_ns / 1e9
 
 

@@ -1,0 +1,37 @@
+"""Draws the node's cuts, ten times a second, while a connection wants them (x_closed_times)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from dcp.stream.hub import StreamHub
+from vbucket.engine.cut import draw_cut
+from vbucket.engine.engine import Engine
+
+CUT_S: Final = 0.1
+"""Time between cuts. One covers all partitions, idle ones, too."""
+
+
+class CutTimer:
+    """See the module. Lives on one event loop."""
+
+    def __init__(self, engine: Engine, hub: StreamHub) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Draw a cut if it is wanted, and again and again until `stop`."""
+        self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
+        if self._hub.cutting:
+            cut = draw_cut(self._engine, time.time_ns())
+            for follower in self._hub.cutting:
+                follower.begin_cut(cut)
+
+    def stop(self) -> None:
+        """Draw no more cuts."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

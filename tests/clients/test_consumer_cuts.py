@@ -1,0 +1,283 @@
+"""Consistent cuts at the consumer: what each has, what resumes from one, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import pytest
+from test_consumer_core import Session
+from test_consumer_live import branch
+from test_consumer_reader import Streams, batch_of, mutation, reader_of
+
+from clients.consumer.consumer import Consumer
+from clients.consumer.streams import Closed, StallWatch
+from clients.errors import DcpdError, StatusError
+from clients.event import Rollback, StreamFailed
+from clients.kv.client import KvClient
+from clients.sync import SyncConsumer
+from dcp.wire.message import pack_closed_time
+from support.cluster_here import node_here
+from support.server import DcpdProcess, ctl
+from vbucket.model.ids import vbucket_of
+
+
+class Follow(Streams):
+    """All partitions are with the one session."""
+
+    alone = True
+
+    def is_alone(self, session):
+        return self.alone
+
+
+def closed(*events, time, is_whole=True):
+    batch = batch_of(*events) if events else batch_of(mutation(1))._replace(items=[])
+    return batch._replace(closed=Closed(time, [1], is_whole=is_whole))
+
+
+async def cuts_of(reader, streams, events_max=None):
+    streams.is_finished = True
+    return [cut async for cut in reader.cuts(streams, events_max)]
+
+
+# -- the core and the reader -----------------------------------------------------------------------
+
+
+def test_what_follows_a_cut_in_the_same_read_is_another_batch():
+    session = Session(cuts=True)
+    session.accept()
+    data = session.marker(1, 2) + session.mutation(1) + session.mutation(2)
+    after = session.marker(3, 3) + session.mutation(3)
+    before = session.feed(data + pack_closed_time(70) + after)
+    assert (before[-1].end_seqno, session.batch.closed.time) == (2, 70)
+    assert session.batch.closed.is_whole
+    assert session.batch.wire_bytes == len(data), "the server does not count it"
+    assert [event.seqno for event in session.feed(b"") if hasattr(event, "key")] == [3]
+    assert session.batch.closed is None
+    assert session.feed(b"") == []
+
+
+def test_a_stream_that_is_not_open_has_not_reached_the_cut():
+    session = Session(cuts=True)
+    session.feed(pack_closed_time(70))
+    assert not session.batch.closed.is_whole
+    session.accept()
+    session.feed(pack_closed_time(71))
+    assert session.batch.closed.vb_ids == {17}
+
+
+async def test_a_cut_has_all_since_the_last_one():
+    streams = Follow()
+    reader = reader_of(
+        streams, batch_of(mutation(1)), closed(mutation(2), time=70), closed(time=71),
+        batch_of(mutation(3)), closed(time=72), batch_of(mutation(4)),
+    )  # fmt: skip
+    cuts = await cuts_of(reader, streams)
+    assert [[event.seqno for event in cut.events] for cut in cuts] == [[1, 2], [], [3]]
+    assert [cut.time for cut in cuts] == [70, 71, 72]
+    assert [cut.positions[1].seqno for cut in cuts] == [2, 1, 1]
+    assert reader.checkpoint() == cuts[-1].positions, "what no cut has was not returned"
+    assert reader.closed == {1: 72}
+
+
+async def test_a_large_cut_comes_in_parts_that_are_no_cuts():
+    streams = Follow()
+    reader = reader_of(
+        streams, batch_of(mutation(1), mutation(2)), batch_of(mutation(3)), closed(time=70)
+    )
+    cuts = await cuts_of(reader, streams, 2)
+    assert [(cut.time, len(cut.events)) for cut in cuts] == [(0, 2), (70, 1)]
+
+
+@pytest.mark.parametrize("why", ["not whole", "other sessions", "dropped", "clock set back"])
+async def test_what_some_partition_has_not_reached_is_no_cut(why):
+    streams = Follow()
+    if why == "clock set back":
+        reader = reader_of(streams, closed(time=80), closed(mutation(1), time=70))
+    else:
+        reader = reader_of(streams, closed(mutation(1), time=70, is_whole=why != "not whole"))
+    streams.alone = why != "other sessions"
+    if why == "dropped":
+        reader.forget([1])
+    assert [cut.time for cut in await cuts_of(reader, streams)] == [80] * (why == "clock set back")
+
+
+async def test_a_rollback_takes_the_closed_time_of_its_partition():
+    streams = Follow()
+    back = Rollback(1, 0, 0, 1, "branch")
+    reader = reader_of(streams, closed(mutation(1), time=70), batch_of(back), closed(time=71))
+    cuts = reader.cuts(streams, None)
+    await anext(cuts)
+    assert reader.closed == {1: 70}
+    seen = []
+    async for events in reader.batches(streams):
+        seen += events
+        assert reader.closed == {}
+        streams.is_finished = True
+    assert seen == [back]
+    assert reader.closed == {1: 71}
+
+
+async def test_a_stream_that_is_refused_for_good_ends_the_cuts():
+    streams = Follow()
+    failed = StreamFailed(1, 0x24, "no access", "ask")
+    reader = reader_of(streams, batch_of(mutation(1)))
+    reader.put(streams, batch_of(mutation(2))._replace(items=[failed]))
+    with pytest.raises(DcpdError, match="no access"):
+        await cuts_of(reader, streams)
+
+
+def test_a_stream_that_waits_at_a_cut_is_not_stalled():
+    session = Session(cuts=True)
+    session.accept()
+    stream = session.core.streams.by_vb[17]
+    other = Session().core.streams.by_vb[17]
+    other.vb_id = 3
+    for are_aligned in (False, True):
+        watch, stalled = StallWatch(are_aligned=are_aligned), []
+        for check in range(8):
+            other.seqno = check
+            stalled += watch.check([(1, stream), (2, other)], {17: 5, 3: 99})
+        assert bool(stalled) == (not are_aligned)
+
+
+@pytest.mark.parametrize("given", [{"until_now": True}, {"from_replicas": True}])
+def test_cuts_and_ends_of_another_kind_exclude_each_other(given):
+    with pytest.raises(ValueError, match="cuts cannot be used with"):
+        Consumer("127.0.0.1:1", cuts=True, **given)
+
+
+async def test_without_the_option_there_are_no_cuts():
+    consumer = Consumer("127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="cuts=True"):
+        await anext(consumer.cuts())
+    with pytest.raises(RuntimeError, match="cuts=True"):
+        assert consumer.frontier
+
+
+async def test_a_server_that_knows_no_cuts_is_an_error_with_its_words(tmp_path, monkeypatch):
+    monkeypatch.delitem(
+        __import__("dcp.session.controls").session.controls.CONTROLS, "x_closed_times"
+    )
+    async with node_here(tmp_path, {}) as node:
+        consumer = Consumer(f"127.0.0.1:{node.ports.kv}", cuts=True)
+        with pytest.raises(StatusError, match="x_closed_times"):
+            await anext(consumer.cuts())
+        await consumer.close()
+
+
+# -- a server ------------------------------------------------------------------------------------
+
+PAIRS = [(f"first{n}", f"second{n}") for n in range(40)]
+
+
+async def write_pairs(kv, numbers, stop):
+    """Write the second of a pair after the first was answered."""
+    for first, second in itertools.cycle(numbers):
+        if stop.is_set():
+            return
+        number = b"%d" % next(COUNT)
+        for key in (first, second):
+            while not stop.is_set():
+                try:
+                    await kv.set(key, number)
+                    break
+                except DcpdError:
+                    await asyncio.sleep(0.02)  # the server is down
+
+
+COUNT = itertools.count(1)
+
+
+def check_pairs(documents):
+    for first, second in PAIRS:
+        held = int(documents.get(first.encode(), 0)), int(documents.get(second.encode(), 0))
+        assert held[0] >= held[1], f"a cut has {second} without {first}"
+
+
+def apply(documents, journal, cut):
+    for change in cut.changes:
+        match change:
+            case Rollback():
+                undone = [each for each in journal if each[0] == change.vb_id]
+                for _, seqno, key, before in reversed(undone):
+                    if seqno > change.to_seqno:
+                        documents[key] = before
+            case _:
+                journal.append((change.vb_id, change.seqno, change.key, documents.get(change.key)))
+                documents[change.key] = change.value
+
+
+async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
+    """Pairs are written in order while the server is killed and another partition branches. The
+    cuts never have the second write of a pair without the first.
+    """
+    with DcpdProcess(tmp_path / "data") as server:
+        stop = asyncio.Event()
+        taken = {vbucket_of(key.encode()) for pair in PAIRS for key in pair}
+        aside = next(key for key in map(str, range(9999)) if vbucket_of(key.encode()) not in taken)
+        async with KvClient.connect(server.address) as kv:
+            await kv.set(aside, b"1")
+            await kv.set(aside, b"2")
+            await kv.set_many(
+                (key, b"%d" % next(COUNT)) for pair in PAIRS for key in reversed(pair)
+            )
+            writers = [asyncio.create_task(write_pairs(kv, PAIRS[n::4], stop)) for n in range(4)]
+            consumer = Consumer(server.address, cuts=True, validate=True)
+            documents, journal, times, seen_at, steps = {}, [], [0], [], 0
+            async for cut in consumer.cuts():
+                apply(documents, journal, cut)
+                check_pairs(documents)
+                assert cut.time > times[-1]
+                assert consumer.frontier == cut.time
+                times.append(cut.time)
+                if cut.changes:
+                    seen_at.append(len(times))
+                has_rolled_back = any(isinstance(each, Rollback) for each in cut.changes)
+                if len(times) == 8:
+                    await asyncio.to_thread(server.restart_after_kill)
+                elif len(times) == 14:
+                    await asyncio.to_thread(branch, server, vbucket_of(aside.encode()), 1)
+                elif has_rolled_back:
+                    steps += 1
+                    assert documents[aside.encode()] == b"1"
+                if steps and len(times) > 18:
+                    break
+            stop.set()
+            await asyncio.gather(*writers)
+            assert min(seen_at) < 8, "there was something to see"
+            assert max(seen_at) > 14, "to the end"
+            assert consumer.checkpoint() == cut.positions
+            await consumer.close()
+
+
+async def test_a_consumer_that_resumes_from_a_cut_has_the_next_one(tmp_path):
+    async with node_here(tmp_path, {}) as node:
+        address = f"127.0.0.1:{node.ports.kv}"
+        async with KvClient.connect(address) as kv:
+            await kv.set_many((f"k{n}", b"1") for n in range(500))
+            async with Consumer(address, cuts=True) as consumer:
+                cut = await anext(consumer.cuts())
+                assert len(cut.changes) == 500
+                assert cut.time == consumer.frontier
+            await kv.set_many((f"k{n}", b"2") for n in range(100))
+            async with Consumer(address, cuts=True, start=cut.positions) as consumer:
+                again = await anext(consumer.cuts())
+        assert len(again.changes) == 100
+        assert again.time > cut.time
+        assert all(change.cas <= again.time for change in again.changes)
+
+        ran = await ctl(node.ports.kv, "watch", "--cuts", "--until-now", "-o", "json")
+        lines = [json.loads(line) for line in ran.out.splitlines()]
+        assert [line["event"] for line in lines] == ["mutation"] * 500 + ["cut"]
+        assert int(lines[-1]["time"]) > again.time
+        ran = await ctl(node.ports.kv, "watch", "--cuts", "--count", "1")
+        assert (ran.code, "--cuts cannot be used with" in ran.err) == (2, True)
+
+        def first_cut():
+            with SyncConsumer(address, cuts=True) as consumer:
+                return next(consumer.cuts())
+
+        assert len((await asyncio.to_thread(first_cut)).changes) == 500
