@@ -79,7 +79,7 @@ CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(13, 10),
     "callbacks passed to constructors": Cap(67, 40),
-    "Protocol classes": Cap(36, 25),
+    "Protocol classes": Cap(34, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
     "files": Cap(478 + sum(each.files for each in FEATURES.values()), 340),

@@ -402,7 +402,7 @@ class Node:
         )  # fmt: skip
         scrubbing = Scrubbing(
             self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
-            self.meter, self.access.audit, log, settings.scrub_period_s,
+            self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
@@ -417,7 +417,9 @@ class Node:
             settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
         )
         if identity is not None and self._meta is not None:
-            after_commit.follow(self._wire_cluster(identity, self._meta, after_commit, groups))
+            after_commit.follow(
+                self._wire_cluster(identity, self._meta, after_commit, groups, scrubbing)
+            )
         committer = Committer(
             groups, storage.writer, after_commit,
             LogAhead(storage.device, finds_room=settings.durability == "commit"),
@@ -434,6 +436,7 @@ class Node:
         access: MetaAccess,
         after_commit: AfterCommit,
         groups: GroupCycle,
+        scrubbing: Scrubbing,
     ) -> ReplicatedNode:
         """Create the replication of a cluster's node."""
         from dcp.server.cluster.joining.becoming_member import replicated_node
@@ -444,8 +447,8 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
-            self._users, self.health, self.meter.cluster, self.access.link_tls, self._tasks,
-            self._log, self.about.data_dir,
+            self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
+            self._tasks,             self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.tell, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
@@ -475,7 +478,8 @@ class Node:
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
                 LongQueue(), scans,
             ),
-            access, meter, log, self._refusals, on_failure=self._fail, replication=replicated,
+            access, write.scrubbing, meter, log, self._refusals, on_failure=self._fail,
+            replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
             engine, write.committer, connections, access, sessions, meter, self._refusals,

@@ -338,7 +338,7 @@ class SessionState:
     ) -> None:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
-            self.note("damaged data", opcode=opcode, reason=str(error))
+            self.note("damaged data", opcode=opcode, vb_id=error.vb_id, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError) and self.hello.hashes_keys:

@@ -613,7 +613,7 @@ class TextSession:
         try:
             is_done = state.step_flush(now_ns)
         except StoreDamagedError as error:
-            state.note("damaged data", command="flush_all", reason=str(error))
+            state.note("damaged data", command="flush_all", vb_id=error.vb_id, reason=str(error))
             state.send(_DAMAGED)
         except RefusedError as error:
             state.send(b"SERVER_ERROR %b\r\n" % str(error)[:CONTEXT_CHARS_MAX].encode())

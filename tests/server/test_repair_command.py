@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dcp.wire.frame import pack_request
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.lmdb_layout import PAGE_BYTES, layout_of
-from support.raw_client import RawClient
-from support.server import DcpdProcess
-from vbucket.model.ids import vbucket_of
+from support.raw_client import set_all
+from support.server import DcpdProcess, dcpctl, done
 
 KEYS = 1_600
 ARGUMENTS = ("--partitions", "64", "--item-cache-bytes", "0")
-
-
-def dcpctl(node: DcpdProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clients.cli", "--server", node.address, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def done(node: DcpdProcess, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def value_of(number: int, version: int) -> bytes:
@@ -38,17 +21,8 @@ def value_of(number: int, version: int) -> bytes:
 
 
 def write(server: DcpdProcess, version: int, numbers: range) -> None:
-    with RawClient(server.port) as client:
-        client.send(
-            b"".join(
-                pack_request(
-                    Opcode.SETQ, key=b"key %d" % number, value=value_of(number, version),
-                    extras=bytes(8), vb_id=vbucket_of(b"key %d" % number, 64),
-                )
-                for number in numbers
-            )
-        )  # fmt: skip
-        assert client.ask(Opcode.NOOP).status == Status.OK
+    documents = ((b"key %d" % number, value_of(number, version)) for number in numbers)
+    set_all(server.port, documents, 64)
 
 
 def damages(server: DcpdProcess) -> list[dict[str, Any]]:

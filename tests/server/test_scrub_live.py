@@ -6,32 +6,17 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
-from support.raw_client import RawClient
-from support.server import DcpdProcess
+from support.raw_client import RawClient, set_all
+from support.server import DcpdProcess, dcpctl, done
 from vbucket.model.ids import vbucket_of
 
 KEYS = 2_000
-
-
-def dcpctl(node: DcpdProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clients.cli", "--server", node.address, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def done(node: DcpdProcess, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def value_of(number: int) -> bytes:
@@ -39,17 +24,8 @@ def value_of(number: int) -> bytes:
 
 
 def write(server: DcpdProcess) -> None:
-    with RawClient(server.port) as client:
-        client.send(
-            b"".join(
-                pack_request(
-                    Opcode.SETQ, key=key, value=value_of(number), extras=bytes(8),
-                    vb_id=vbucket_of(key, 64),
-                )
-                for number, key in enumerate(b"key %04d" % number for number in range(KEYS))
-            )
-        )  # fmt: skip
-        assert client.ask(Opcode.NOOP).status == Status.OK
+    documents = ((b"key %04d" % number, value_of(number)) for number in range(KEYS))
+    set_all(server.port, documents, 64)
 
 
 def status_of(server: DcpdProcess) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
@@ -114,6 +115,7 @@ class ServerParts(NamedTuple):
     health: Health
     meter: ClusterMeter
     link_tls: LinkTls | None
+    scrubbing: Scrubbing
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -438,6 +440,8 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         self._driver.tick()
         self.core.master.serving.store_trouble = self.access.trouble
+        for vb_id in self.core.take_damages():
+            self._parts.scrubbing.met(vb_id)
         if self._turns.is_each(AGE_TURNS):
             self._look_at_store_age()
             self.timeline.look(time.time())

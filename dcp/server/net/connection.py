@@ -544,8 +544,8 @@ class ClientConnection(asyncio.Protocol):
         if self._held.batches or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
         messages = sender.pump(PUMP_BYTES)
-        for damage in sender.damages:
-            self._parts.sessions.backfill_failed(self.peer, damage)
+        for vb_id, damage in sender.damages:
+            self._parts.sessions.backfill_failed(self.peer, vb_id, damage)
         sender.damages.clear()
         if messages:
             self._write_pieces(messages)

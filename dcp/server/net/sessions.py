@@ -16,6 +16,7 @@ from dcp.server.config.sources import is_loopback
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.session.state import ClientLogin, SessionParts, SessionState
@@ -78,6 +79,7 @@ class Sessions:
         self,
         shared: SessionParts,
         access: Access,
+        scrubbing: Scrubbing,
         meter: Meter,
         log: EventLog,
         refusals: RefusalLog,
@@ -88,6 +90,7 @@ class Sessions:
         """`replication` None: the node is alone."""
         self._shared = shared
         self._access = access
+        self._scrubbing = scrubbing
         self._meter = meter
         self._log = log
         self._refusals = refusals
@@ -134,6 +137,9 @@ class Sessions:
             self._meter.noted(event, fields)
             if event == "denied":
                 self._access.denied(peer, fields)
+            elif event == "damaged data":
+                vb_id = fields["vb_id"]
+                self._scrubbing.met(vb_id if isinstance(vb_id, int) else None)
             for name in _NAMES_OF.keys() & fields.keys():
                 fields[name] = _NAMES_OF[name].get(fields[name], fields[name])
             if fields.get("status") == _OLDER_MAP:
@@ -142,9 +148,9 @@ class Sessions:
                 self._refusals.write(event, peer_host, peer=peer, **fields)
         self._meter.suppressed_log_lines += left_out
 
-    def backfill_failed(self, peer: str, damage: str) -> None:
+    def backfill_failed(self, peer: str, vb_id: int, damage: str) -> None:
         """Log that a stream met damaged data and ended."""
-        self._meter.met_damage(damage)
+        self._scrubbing.met(vb_id)
         self._log.info("backfill failed", peer=peer, reason=damage)
 
     def closed_as_usual(self, peer: str, reason: str) -> None:
