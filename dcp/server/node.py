@@ -45,10 +45,9 @@ from dcp.server.net.sessions import Sessions
 from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
 from dcp.server.observe.event_log import EventLog, MembershipOverError, event_of
-from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.housekeeping import Housekeeping, Tasks
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.collection_changes import Collections

@@ -248,20 +248,12 @@ class SessionState:
         self.bucket: str | None = None
         self.hello = Negotiated()
         self.map_news = MapNews(shared.facts)
-        self._send_no_streams(replication)
-        self._begin_work()
-
-    def _begin_work(self) -> None:
-        """Set what takes several turns of the event loop: nothing yet."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
         self.long: LongRequest | None = None
         """A long request under way; no other command is taken before it is done."""
         self.work = 0.0
         """How much of a turn of the event loop the requests since `resume` have taken; 1: all."""
-
-    def _send_no_streams(self, replication: ReplicationPort | None) -> None:
-        """Set what sends streams: nothing, before DCP_OPEN."""
         self.replication = replication
         """Where replicas' nodes come in; None: this node is alone."""
         self.arrival = ArrivalWait()

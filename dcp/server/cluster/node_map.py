@@ -40,7 +40,7 @@ import msgspec
 from dcp.server.access.users_file import replace_file
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import MemberRecord
 from failover.coordinator.view import ClusterView, bucket_map

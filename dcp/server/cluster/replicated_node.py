@@ -51,8 +51,8 @@ from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog, MembershipOverError, NodeRemovedError
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import ClusterMeter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore

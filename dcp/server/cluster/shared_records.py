@@ -39,7 +39,7 @@ from dcp.server.cluster.joining.enrolment import AGAIN_S, ANSWER_S, EnrolmentErr
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_records import of_this_process
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.cluster_session import ClusterSession
 from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.records import (
