@@ -78,7 +78,7 @@ FEATURES: Final[dict[str, Feature]] = {
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(13, 10),
-    "callbacks passed to constructors": Cap(67, 40),
+    "callbacks passed to constructors": Cap(65, 40),
     "Protocol classes": Cap(34, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),

@@ -58,7 +58,7 @@ class ReplicatedChanges:
         self._engine = engine
         self.damages: set[int] = set()
         """What `settle` met. The caller empties it."""
-        self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
+        self._presumed = DeferredLookups(store, engine.keyspace)
         self.group_run = group_run(
             engine.partitions, self._presumed.presumed, self._linked_one, self._apply_one
         )

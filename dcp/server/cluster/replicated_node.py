@@ -185,7 +185,7 @@ class ReplicatedNode:
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
-        self.manifest = SharedManifest(session, parts.engine, access, self.core.resolve_counts)
+        self.manifest = SharedManifest(session, parts.engine, access, self.core)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.figures = OwnFigures(session, access.meta)
