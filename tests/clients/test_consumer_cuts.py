@@ -13,9 +13,12 @@ from test_consumer_reader import Streams, batch_of, mutation, reader_of
 
 from clients.consumer.consumer import Consumer
 from clients.consumer.streams import Closed, StallWatch
-from clients.errors import DcpdError, StatusError
+from clients.errors import DcpdError, ExistsError, StatusError
 from clients.event import Rollback, StreamFailed
+from clients.kv.batch import AtomicBatch
 from clients.kv.client import KvClient
+from clients.kv.sync_client import SyncKv
+from clients.operation import Document
 from clients.sync import SyncConsumer
 from dcp.wire.message import pack_closed_time
 from support.node_here import node_here
@@ -189,6 +192,28 @@ async def write_pairs(kv, numbers, stop):
 
 
 COUNT = itertools.count(1)
+ACCOUNTS = [f"account{n}" for n in range(20)]
+BALANCE = 100
+
+
+async def move_money(kv, accounts, stop):
+    """Move money between accounts, in batches. One task writes an account."""
+    for first, second in itertools.cycle(itertools.permutations(accounts, 2)):
+        if stop.is_set():
+            return
+        try:
+            held = await kv.get_many([first, second])
+            async with kv.batch() as batch:
+                for key, change in ((first, -1), (second, 1)):
+                    batch.set(key, b"%d" % (int(held[key.encode()].value) + change))
+        except DcpdError:
+            await asyncio.sleep(0.02)  # the server is down, or the batch may have been made
+
+
+def check_sum(documents):
+    held = [int(documents[key.encode()]) for key in ACCOUNTS]
+    assert sum(held) == BALANCE * len(ACCOUNTS), "a cut has a part of a batch"
+    return held
 
 
 def check_pairs(documents):
@@ -211,12 +236,14 @@ def apply(documents, journal, cut):
 
 
 async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
-    """Pairs are written in order while the server is killed and another partition branches. The
-    cuts never have the second write of a pair without the first.
+    """Pairs are written in order, and money is moved in batches, while the server is killed and
+    another partition branches. The cuts never have the second write of a pair without the first,
+    and the sum of all accounts holds.
     """
     with DcpdProcess(tmp_path / "data") as server:
         stop = asyncio.Event()
-        taken = {vbucket_of(key.encode()) for pair in PAIRS for key in pair}
+        written = [key for pair in PAIRS for key in pair] + ACCOUNTS
+        taken = {vbucket_of(key.encode()) for key in written}
         aside = next(key for key in map(str, range(9999)) if vbucket_of(key.encode()) not in taken)
         async with KvClient.connect(server.address) as kv:
             await kv.set(aside, b"1")
@@ -225,11 +252,15 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
                 (key, b"%d" % next(COUNT)) for pair in PAIRS for key in reversed(pair)
             )
             writers = [asyncio.create_task(write_pairs(kv, PAIRS[n::4], stop)) for n in range(4)]
+            await kv.set_many((key, b"%d" % BALANCE) for key in ACCOUNTS)
+            writers += [asyncio.create_task(move_money(kv, ACCOUNTS[n::4], stop)) for n in range(4)]
             consumer = Consumer(server.address, cuts=True, validate=True)
             documents, journal, times, seen_at, steps = {}, [], [0], [], 0
+            balances = set()
             async for cut in consumer.cuts():
                 apply(documents, journal, cut)
                 check_pairs(documents)
+                balances.add(tuple(check_sum(documents)))
                 assert cut.time > times[-1]
                 assert consumer.frontier == cut.time
                 times.append(cut.time)
@@ -249,6 +280,7 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
             await asyncio.gather(*writers)
             assert min(seen_at) < 8, "there was something to see"
             assert max(seen_at) > 14, "to the end"
+            assert len(balances) > 5, "money was moved"
             assert consumer.checkpoint() == cut.positions
             await consumer.close()
 
@@ -276,8 +308,34 @@ async def test_a_consumer_that_resumes_from_a_cut_has_the_next_one(tmp_path):
         ran = await ctl(node.ports.kv, "watch", "--cuts", "--count", "1")
         assert (ran.code, "--cuts cannot be used with" in ran.err) == (2, True)
 
+        def batches():
+            with SyncKv(address) as kv:
+                with kv.batch() as batch:
+                    batch.set("k0", b"9", flags=3)
+                    batch.delete("k1")
+                with kv.batch():
+                    pass  # nothing to send
+                refused, twice = AtomicBatch(), AtomicBatch()
+                for other in (refused, twice):
+                    other.set("k0", b"10")
+                refused.add("k2", b"9")
+                twice.delete("k0")
+                with pytest.raises(ExistsError, match="change 1 "):
+                    kv.apply_batch(refused.changes)
+                with pytest.raises(ValueError, match="once"):
+                    kv.apply_batch(twice.changes)
+                return batch.results, kv.get("k0")
+
+        results, document = await asyncio.to_thread(batches)
+        assert document == Document(b"9", results[0].cas, 3)
+        assert {result.cas for result in results} == {document.cas}
+        assert [result.vb_id for result in results] == [vbucket_of(b"k0"), vbucket_of(b"k1")]
+
         def first_cut():
             with SyncConsumer(address, cuts=True) as consumer:
                 return next(consumer.cuts())
 
-        assert len((await asyncio.to_thread(first_cut)).changes) == 500
+        last = await asyncio.to_thread(first_cut)
+        assert {change.cas for change in last.changes if change.key in {b"k0", b"k1"}} == {
+            document.cas
+        }
