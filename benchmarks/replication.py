@@ -38,7 +38,7 @@ from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import SessionState
+from dcp.session.state import ClientLogin, SessionState
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.records import (
@@ -72,8 +72,8 @@ class Client:
     def __init__(self, node: ReplicaNode) -> None:
         self._node = node
         self.state = SessionState(
-            engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
-            peer_is_loopback=True, limits=Limits(),
+            engine=node.engine, hub=node.hub, facts=node,
+            login=ClientLogin(OpenDoor(), peer_is_loopback=True), limits=Limits(),
             replication=None if node.core is None else node.core.master,
             has_replicas=node.core is not None,
         )  # fmt: skip
@@ -86,7 +86,7 @@ class Client:
         if self._node.core is not None:
             self._node.core.check_fence(self._node.now_ns)
         self.session.receive(data, NOW_NS)
-        if self.state.login_question is not None:
+        if self.state.login.question is not None:
             self.session.ask_logins(NOW_NS)
         if self.state.answers:
             self.answered_bytes += len(self._held.take(self.state, self._node.now_ns))
@@ -191,7 +191,7 @@ class Link:
     def __init__(self, master: ReplicaNode, replica: ReplicaNode) -> None:
         self.master, self.replica = master, replica
         self.served = Client(master)
-        self.served.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
+        self.served.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         assert replica.core is not None
         self.link = replica.core.replica.links[master.member]
 

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from clients.testing import DcpServer  # noqa: E402
-from support.cluster_processes import ClusterProcesses  # noqa: E402
-from support.following import Following  # noqa: E402
+from support.load import Following  # noqa: E402
+from support.server import ClusterProcesses  # noqa: E402
 from support.waiting import until  # noqa: E402
 
 COLOURS = 64

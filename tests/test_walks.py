@@ -26,16 +26,16 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: Final = {
-    "SET": Ceiling(21, 46, 16, 35),
+    "SET": Ceiling(21, 45, 16, 35),
     "GET": Ceiling(9, 14, 9, 14),
-    "stream request, ROLLBACK": Ceiling(23, 58, 15, 30),
+    "stream request, ROLLBACK": Ceiling(21, 56, 15, 30),
     "stream request, backlog from memory": Ceiling(27, 86, 20, 45),
-    "SET with one live stream": Ceiling(30, 78, 24, 55),
-    "stream request, backlog from LMDB": Ceiling(31, 103, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(45, 114, 34, 80),
+    "SET with one live stream": Ceiling(30, 77, 24, 55),
+    "stream request, backlog from LMDB": Ceiling(30, 103, 20, 45),
+    "SET to a consumer's event, both ends": Ceiling(45, 113, 34, 80),
     "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
-    "replica: synced, acknowledgement out": Ceiling(19, 36, 10, 18),
+    "replica: synced, acknowledgement out": Ceiling(19, 35, 10, 18),
     "master: acknowledgement in, committed": Ceiling(13, 25, 11, 17),
 }
 TRIES: Final = 10

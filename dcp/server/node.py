@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dcp.core.floors import FloorCycle
-from dcp.core.groups import GroupCycle, Published
+from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle
 from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
@@ -48,9 +48,9 @@ from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
@@ -60,26 +60,24 @@ from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.live_parts import LiveParts
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
-from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.console_view import ConsoleView
-from dcp.server.report.facts import ServerFacts
+from dcp.server.report.consumer_watch import ChangeAges
 from dcp.server.report.metric_sources import ClusterSources, MetricSources
 from dcp.server.report.sampler import Sampler
-from dcp.server.report.stats import Stats
-from dcp.server.storage.backpressure import Backpressure
-from dcp.server.storage.committer import Committer, PeriodicSync
+from dcp.server.report.stats import ServerFacts, Stats
+from dcp.server.storage.committer import Committer
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.folder import CLUSTER_FILE
-from dcp.server.storage.health import Health
+from dcp.server.storage.health import Backpressure, Health
+from dcp.server.storage.log_ahead import LogAhead
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.process.loading import Loading
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_process import StoreProcess
-from dcp.server.storage.process.store_queue import StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts
@@ -167,7 +165,6 @@ class Node:
         self._groups: GroupCycle
         self._commits: CommitWaiters
         self._committer: Committer
-        self._periodic_sync: PeriodicSync
         self._merging: Merging
         self._compaction: Compaction
         self._scrubbing: Scrubbing
@@ -326,11 +323,11 @@ class Node:
         self._merge_what_is_replayed()
         settings = self._settings
         if settings.durability == "interval":
-            self._periodic_sync.start()
+            self._committer.sync_every(settings.sync_interval_s)
         if settings.expiry_interval_s:
             expire = partial(
                 expire_when_due, self._pager, self.engine, self._commits, self._refusals,
-                kick=self._committer.kick, interval_s=settings.expiry_interval_s,
+                interval_s=settings.expiry_interval_s,
             )  # fmt: skip
             self._writing.append(self._tasks.begin(self._housekeeping.repeat("expiry", expire)))
         scrub = self._housekeeping.repeat("scrub", self._scrubbing.run)
@@ -378,50 +375,38 @@ class Node:
         )
         self._pager = Pager(engine, storage.store)
         self._commits = commits = CommitWaiters(engine, self._kick)
+        self._backpressure = Backpressure(engine, health, settings.write_wait_s)
         self._merging = merging = Merging(
-            engine, MergeCycle(engine, kept_segments(storage.store.quarantine())),
-            storage.device, self._store_queue, self.meter, log,
-            kick=self._kick, merge_again=self._merge_again, on_room=self._got_room,
+            engine, MergeCycle(engine, kept_segments(storage.store.quarantine())), groups,
+            storage.device, self._store_queue, commits, self._backpressure, self.meter, log,
         )  # fmt: skip
-        self._backpressure = Backpressure(
-            engine, settings.write_wait_s,
-            why=merging.why_behind, on_change=health.pressure_changed,
-        )  # fmt: skip
-        merging.on_trouble = self._backpressure.reword
         self._compaction = Compaction(
             engine, FloorCycle(engine, storage.store, self._hub), self._hub, commits, merging,
             self._store_queue, health, self.meter, log, settings,
-            kick=self._kick, refresh_store=storage.store.refresh,
         )  # fmt: skip
         self._scrubbing = Scrubbing(
             self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
             self.meter, self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         self._loading = Loading(
-            engine, merging, self._store_queue, self._hub, self.meter, log,
-            begin=self._tasks.begin, kick=self._kick, refresh_store=storage.store.refresh,
-            release=self.connections.loaded,
+            engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
+            self.meter, log, release=self.connections.loaded,
         )  # fmt: skip
-        failover_logs = FailoverLogs(engine, self._store_queue, self._tasks, log)
         after_commit = AfterCommit(
-            self.meter, commits, self._backpressure, self.connections,
-            save_failover_log=failover_logs.save_soon,
+            self.meter, commits, health, self._backpressure, self.connections,
+            FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
+            on_failure=self._fail,
         )  # fmt: skip
-        on_publish: Callable[[Published], None] = after_commit.published
         self._config = ClusterConfig(
             settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
         )
         if identity is not None and self._meta is not None:
-            on_publish = self._wire_cluster(identity, self._meta, after_commit).group_published
+            after_commit.follow(self._wire_cluster(identity, self._meta, after_commit))
         self._committer = Committer(
-            groups, storage.writer,
-            finds_room=settings.durability == "commit",
-            on_begin=None if self.replicated is None else self.replicated.group_begun,
-            on_publish=on_publish, on_rotated=self._log_rotated,
-            on_full=health.log_full, on_failure=self._fail,
+            groups, storage.writer, after_commit,
+            LogAhead(storage.device, finds_room=settings.durability == "commit"),
             sync_seconds=self.meter.sync_seconds, pace=merging,
         )  # fmt: skip
-        self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
     def _wire_cluster(
         self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
@@ -437,7 +422,7 @@ class Node:
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, self._tasks,
             self._log, self.about.data_dir,
-            kick=self._kick, publish=after_commit.published, on_failure=self._fail,
+            kick=self._kick, publish=after_commit.tell, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
             parts, storage.node.node_id, identity, self._settings, access
@@ -476,14 +461,11 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
-            self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
+            self._groups.end_reasons, self._hub.limits, meter, log,
             copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
-        documents = Documents(
-            engine, self.views, self._commits, self._merging,
-            sessions.new_console_state, sessions.note_console, kick=self._kick,
-        )  # fmt: skip
+        documents = Documents(engine, self.views, self._commits, self._merging, sessions)
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
             ConsoleView(sources, self._sampler), engine, self._sampler, documents,
@@ -495,7 +477,7 @@ class Node:
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(
-                engine, self._commits.until_synced, log.info,
+                engine, self._commits, log,
                 share=None if replicated is None else replicated.change_manifest,
             ),
             consumers=ConsumerDesk(
@@ -540,19 +522,6 @@ class Node:
     def _kick(self) -> None:
         """Commit what is pending; for parts that are created before the committer."""
         self._committer.kick()
-
-    def _merge_again(self) -> None:
-        """Begin a merge with everything applied so far."""
-        self._groups.begin_merge()
-        self._committer.kick()
-
-    def _got_room(self) -> None:
-        """A merge has made room; `Merging` is created before `Backpressure`."""
-        self._backpressure.update()
-
-    def _log_rotated(self, _segment: int) -> None:
-        """Merge what the log has just sealed."""
-        self._tasks.begin(self._merging.merge())
 
     # -- while it runs -----------------------------------------------------------------------------
 
@@ -608,8 +577,7 @@ class Node:
         self._stop_at_s = time.monotonic() + STOP_S
         if self.replicated is not None:
             self.replicated.stop()
-        timers = (self._upkeep, self._cuts, self._sampler, self._periodic_sync, self._backpressure)
-        for part in timers:
+        for part in (self._upkeep, self._cuts, self._sampler, self._backpressure):
             part.stop()
         for task in self._writing:
             task.cancel()

@@ -98,7 +98,7 @@ def _deleted_user_xattrs(producer: Producer, _state: SessionState, value: str) -
 
 
 def _marker_version(producer: Producer, state: SessionState, value: str) -> int:
-    if not state.has_collections:
+    if not state.hello.has_collections:
         return Status.NOT_SUPPORTED
     version = _MARKER_VERSIONS.get(value)
     if version is None:
@@ -117,7 +117,7 @@ def _previous_values(producer: Producer, _state: SessionState, value: str) -> in
 
 def _value_compression(producer: Producer, state: SessionState, value: str) -> int:
     """Refused on connections without Snappy (HELLO 0x0a), as in kv_engine."""
-    if value not in _BOOLEANS or not state.datatypes & SNAPPY:
+    if value not in _BOOLEANS or not state.hello.datatypes & SNAPPY:
         return Status.EINVAL
     producer.terms.forces_compression = value == "true"
     return Status.OK

@@ -36,7 +36,7 @@ class FaultGate:
         if magic not in _REQUESTS:
             return False
         state = self._state
-        if state.hashes_keys and magic == Magic.REQUEST:
+        if state.hello.hashes_keys and magic == Magic.REQUEST:
             key_at = position + HEADER_BYTES + extras_len
             key = buffer[key_at : key_at + key_len]
             vb_id = vbucket_of(key, state.engine.num_vbuckets)

@@ -126,7 +126,7 @@ class GroupCommand:
         """Renew a member's lease; answer with the group."""
         state, engine = self._state, self._state.engine
         refuse_stray(request, "extras")
-        _, key = split_key(request.key, has_collections=state.has_collections)
+        _, key = split_key(request.key, has_collections=state.hello.has_collections)
         if not key.startswith(GROUP_PREFIX) or len(key) == len(GROUP_PREFIX):
             raise RefusedError(Status.EINVAL, "the key is _dcpd:group: and the group's name")
         try:

@@ -156,7 +156,7 @@ class Session:
     @property
     def is_logged_in(self) -> bool:
         """Whether commands are taken: a user is known, or the peer is local and none is needed."""
-        return self.state.rights is not None
+        return self.state.login.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
         """Handle the bytes of one read; `now_ns` is Unix time."""
@@ -199,14 +199,14 @@ class Session:
             state.feed is not None
             and data.startswith(ACK_HEAD)
             and not (state.buffer or self._skip_bytes or self._missing_bytes)
-            and not (state.is_full or state.login or state.rights is None)
+            and not (state.is_full or state.login.request or state.login.rights is None)
             and not self._has_faults
         )
 
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered. The caller has taken the answers."""
         state = self.state
-        if now_ns < state.held_until_ns or state.login is not None:
+        if now_ns < state.held_until_ns or state.login.request is not None:
             state.is_full = True
             self._note_held(state.buffer, 0)
             return
@@ -275,8 +275,10 @@ class Session:
         a packet is handled. An answer that comes later goes to `login_checked`.
         """
         state = self.state
-        while (question := state.take_login_question()) is not None:
-            step = question.ask(state.authenticator, peer_is_loopback=state.peer_is_loopback)
+        while (question := state.login.take_question()) is not None:
+            step = question.ask(
+                state.login.authenticator, peer_is_loopback=state.login.peer_is_loopback
+            )
             if step is None:
                 return
             self.login_checked(step)
@@ -290,7 +292,7 @@ class Session:
     def drop_received(self) -> None:
         """Drop what was received and not handled: the connection is gone."""
         self.state.buffer = b""
-        self.state.login_question = None  # it has a password
+        self.state.login.question = None  # it has a password
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
         end_long(self.state)
@@ -378,7 +380,7 @@ class Session:
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that the loop calls directly; none if packets need checks first."""
         state = self.state
-        rights = state.rights
+        rights = state.login.rights
         if rights is None or self._has_faults or state.engine.writers_wait:
             return _NO_HANDLERS
         hot = self._hot
@@ -408,7 +410,7 @@ class Session:
         state = self.state
         if not (opcode in self._hot or opcode in _WRITES) or opcode in _FLUSHES:
             return False
-        if state.hashes_keys or not self.is_logged_in or not state.arrival.wait(now_ns):
+        if state.hello.hashes_keys or not self.is_logged_in or not state.arrival.wait(now_ns):
             return False
         state.is_full = True
         return True
@@ -554,10 +556,10 @@ class Session:
     def _check_rights(self, request: Frame) -> None:
         """Raise RefusedError where the client may not do this."""
         state = self.state
-        rights = state.rights
+        rights = state.login.rights
         if rights is None:
-            if state.stale_user:
-                raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.stale_user))
+            if state.login.stale_user:
+                raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.login.stale_user))
             raise RefusedError(Status.EACCESS, "log in first (SASL_AUTH)")
         opcode = request.opcode
         if rights.is_full or not (opcode in self._cold or opcode in self._hot):
@@ -569,8 +571,8 @@ class Session:
         """Return what the frame infos of a flex request ask for. Raises RefusedError."""
         state = self.state
         frames = parse_frames(
-            request.framing, request.opcode, has_preserve_ttl=state.has_preserve_ttl,
-            has_durability=state.has_durability,
+            request.framing, request.opcode, has_preserve_ttl=state.hello.has_preserve_ttl,
+            has_durability=state.hello.has_durability,
         )  # fmt: skip
         if frames.traceparent and (trace := state.hub.trace) is not None:
             trace.parent = frames.traceparent

@@ -93,26 +93,26 @@ class ConnectionCommands:
             raise RefusedError(Status.EINVAL, "features 0x0d and 0x1f go with Duplex (0x0c)")
         if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
             granted.remove(Feature.X_PUT_FRAMES)
-        state.agent = request.key.decode("utf-8", "replace")[:256]
-        state.hashes_keys = False
-        state.has_collections = Feature.COLLECTIONS in granted
+        state.hello.agent = request.key.decode("utf-8", "replace")[:256]
+        state.hello.hashes_keys = False
+        state.hello.has_collections = Feature.COLLECTIONS in granted
         state.map_news.hello(granted)
-        state.has_json = int(Feature.JSON in granted or state.producer is not None)
-        state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
-        state.has_xattr = Feature.XATTR in granted
-        state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
-        state.has_durability = Feature.SYNC_REPLICATION in granted
-        state.has_put_frames = Feature.X_PUT_FRAMES in granted
-        state.has_fit_meta = Feature.X_FIT_META in granted
-        state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
-        state.has_xerror = Feature.XERROR in granted
+        state.hello.has_json = int(Feature.JSON in granted or state.producer is not None)
+        state.hello.datatypes = state.hello.has_json | SNAPPY * (Feature.SNAPPY in granted)
+        state.hello.has_xattr = Feature.XATTR in granted
+        state.hello.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.hello.has_durability = Feature.SYNC_REPLICATION in granted
+        state.hello.has_put_frames = Feature.X_PUT_FRAMES in granted
+        state.hello.has_fit_meta = Feature.X_FIT_META in granted
+        state.hello.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
+        state.hello.has_xerror = Feature.XERROR in granted
         state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))
 
     def list_mechanisms(self, request: Frame) -> None:
         """Name the SASL mechanisms, strongest first."""
         state = self._state
         refuse_stray(request, "extras", "key", "value")
-        names = state.authenticator.mechanisms(state.peer_is_loopback)
+        names = state.login.authenticator.mechanisms(state.login.peer_is_loopback)
         state.answer(request, value=" ".join(names).encode())
 
     def authenticate(self, request: Frame) -> None:
@@ -120,7 +120,7 @@ class ConnectionCommands:
         state = self._state
         refuse_stray(request, "extras")
         mechanism = request.key.decode("ascii", "replace")
-        if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
+        if mechanism not in state.login.authenticator.mechanisms(state.login.peer_is_loopback):
             why = f"no such SASL mechanism: {mechanism}"
             state.refuse(request.opcode, request.opaque, Status.AUTH_ERROR, why)
             self._count_failure()
@@ -129,7 +129,7 @@ class ConnectionCommands:
 
     def authenticate_further(self, request: Frame) -> None:
         """Continue a SASL exchange."""
-        exchange = self._state.exchange
+        exchange = self._state.login.exchange
         if exchange is None:
             raise RefusedError(Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
         self._ask(request, LoginQuestion("", request.value, exchange))
@@ -137,25 +137,25 @@ class ConnectionCommands:
     def _ask(self, request: Frame, question: LoginQuestion) -> None:
         """Leave a question for the authenticator. Take no command until it is answered."""
         state = self._state
-        state.login = request._replace(value=b"")  # the password is the question's alone
-        state.login_question = question
+        state.login.request = request._replace(value=b"")  # the password is the question's alone
+        state.login.question = question
         state.is_full = True
 
     def login_checked(self, step: AuthStep) -> None:
         """Answer the SASL request whose outcome is known now."""
-        request, self._state.login = self._state.login, None
+        request, self._state.login.request = self._state.login.request, None
         assert request is not None, "no login is under way"
         self._finish_step(request, step)
 
     def _finish_step(self, request: Frame, step: AuthStep) -> None:
         state = self._state
-        state.exchange = step.exchange
+        state.login.exchange = step.exchange
         if step.status in {Status.OK, Status.AUTH_CONTINUE}:
             if step.status == Status.OK:
-                state.logged_in(step.user, step.rights)
+                state.login.logged_in(step.user, step.rights)
             state.answer(request, step.status, value=step.data)
             return
-        state.logged_in(None, FULL_RIGHTS)
+        state.login.logged_in(None, FULL_RIGHTS)
         why = step.why or "user or password is wrong, or not allowed from there"
         state.refuse(request.opcode, request.opaque, step.status, why)
         if step.status not in _NOT_NOW:
@@ -164,10 +164,10 @@ class ConnectionCommands:
     def _count_failure(self) -> None:
         """Close the connection after too many failures, which slows down guessing."""
         state = self._state
-        state.login_failures += 1
-        if state.login_failures >= state.limits.login_failures_max:
+        state.login.failures += 1
+        if state.login.failures >= state.limits.login_failures_max:
             state.close(
-                f"{state.login_failures} logins failed, the limit (setting login_failures_max)"
+                f"{state.login.failures} logins failed, the limit (setting login_failures_max)"
             )
 
     def select_bucket(self, request: Frame) -> None:
@@ -179,7 +179,7 @@ class ConnectionCommands:
             state.bucket = None
         elif name == state.facts.bucket:
             state.bucket = name
-            state.hashes_keys = False
+            state.hello.hashes_keys = False
         else:
             why = f"no bucket {name!r}; there is {state.facts.bucket!r} (setting bucket)"
             raise RefusedError(Status.EACCESS, why)
@@ -253,7 +253,7 @@ class ConnectionCommands:
     def _detail(self, request: Frame) -> None:
         """Count by key prefix: "detail on", "detail off", "detail dump"."""
         state, argument = self._state, request.key.removeprefix(b"detail").strip()
-        if state.rights is None or not state.rights.has(Role.ADMIN):
+        if state.login.rights is None or not state.login.rights.has(Role.ADMIN):
             raise RefusedError(Status.EACCESS, "counts by key prefix take the role admin")
         if argument == b"dump":
             state.answer(request, key=b"detailed", value=state.prefixes.dump() + b"END\r\n")
@@ -268,7 +268,7 @@ class ConnectionCommands:
         state = self._state
         refuse_stray(request, "key", "value")
         extras = request.extras
-        if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
+        if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.hello.has_collections):
             raise RefusedError(
                 Status.EINVAL,
                 "extras are empty, a state (4 bytes), or state and collection (8 bytes)",
@@ -300,7 +300,7 @@ class ConnectionCommands:
         state = self._state
         engine = state.engine
         if len(extras) != 8:
-            if state.has_collections or not engine.keyspace.manifest.uid:
+            if state.hello.has_collections or not engine.keyspace.manifest.uid:
                 return lambda part: part.committed_seqno
             return lambda part: engine.keyspace.collection_seqno(part.vb_id, DEFAULT_COLLECTION)
         state.observes_manifest()

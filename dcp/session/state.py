@@ -62,29 +62,12 @@ COLLECTIONS_OF_CLUSTER: Final = (
 )
 
 
-class SessionState:
-    """One connection's state. Plain attributes, read on the hot path."""
+class Negotiated:
+    """What HELLO has agreed on with a client. Plain attributes, read on the hot path."""
 
     __slots__ = (
-        "acknowledges_as_master",
         "agent",
-        "allows_anonymous",
-        "answers",
-        "arrival",
-        "authenticator",
-        "awaited",
-        "bucket",
-        "buffer",
-        "close_reason",
         "datatypes",
-        "durability",
-        "engine",
-        "exchange",
-        "facts",
-        "faults",
-        "feed",
-        "first_change",
-        "flush",
         "has_collections",
         "has_durability",
         "has_fit_meta",
@@ -95,16 +78,101 @@ class SessionState:
         "has_xattr",
         "has_xerror",
         "hashes_keys",
+    )
+
+    def __init__(self) -> None:
+        self.agent = ""
+        self.hashes_keys = True
+        """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
+        self.has_collections = self.has_mutation_tokens = False
+        self.has_preserve_ttl = self.has_xerror = False
+        self.has_put_frames = self.has_fit_meta = self.has_durability = self.has_xattr = False
+        self.datatypes = self.has_json = 0
+        """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
+
+
+class ClientLogin:
+    """Who a client is, and what it may do. Plain attributes, read on the hot path."""
+
+    __slots__ = (
+        "allows_anonymous",
+        "authenticator",
+        "exchange",
+        "failures",
+        "peer_is_loopback",
+        "question",
+        "request",
+        "rights",
+        "stale_user",
+        "user",
+    )
+
+    def __init__(
+        self, authenticator: Authenticator, *, peer_is_loopback: bool, takes_anonymous: bool = True
+    ) -> None:
+        self.authenticator = authenticator
+        self.peer_is_loopback = peer_is_loopback
+        self.failures = 0
+        self.user: str | None = None
+        self.stale_user = ""
+        """The user who was logged in until it was removed."""
+        self.request: Frame | None = None
+        """The SASL request whose outcome is not known yet; no command is taken before it is."""
+        self.question: LoginQuestion | None = None
+        """What the shell has to ask the authenticator; `take_question` hands it over."""
+        self.exchange: object | None = None
+        self.allows_anonymous = peer_is_loopback and takes_anonymous
+        self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
+        """What the client may do; None: it has to log in first."""
+
+    def rights_changed(self, rights: Rights | None) -> None:
+        """Set what the logged-in user may do from now on; None: the user was removed."""
+        assert self.user is not None, "nobody is logged in"
+        self.rights = rights
+        if rights is None:
+            self.stale_user, self.user = self.user, None
+
+    def logged_in(self, user: str | None, rights: Rights) -> None:
+        """Set who is logged in; None: the login failed, and nobody is logged in any more."""
+        self.user = user
+        self.stale_user = ""
+        self.rights = rights if user is not None or self.allows_anonymous else None
+
+    def take_question(self) -> LoginQuestion | None:
+        """Hand over what the authenticator is to be asked, once. The session forgets the password,
+        and waits for `Session.login_checked`.
+        """
+        question, self.question = self.question, None
+        return question
+
+
+class SessionState:
+    """One connection's state. Plain attributes, read on the hot path."""
+
+    __slots__ = (
+        "acknowledges_as_master",
+        "answers",
+        "arrival",
+        "awaited",
+        "bucket",
+        "buffer",
+        "close_reason",
+        "durability",
+        "engine",
+        "facts",
+        "faults",
+        "feed",
+        "first_change",
+        "flush",
         "held_bytes",
         "held_until_ns",
+        "hello",
         "hub",
         "is_closing",
         "is_full",
         "limits",
         "loads",
         "login",
-        "login_failures",
-        "login_question",
         "long",
         "long_queue",
         "map_news",
@@ -112,18 +180,14 @@ class SessionState:
         "notes",
         "notes_left_out",
         "observed",
-        "peer_is_loopback",
         "prefixes",
         "replication",
-        "rights",
         "scans",
         "schedule",
         "sender",
-        "stale_user",
         "taken_bytes",
         "undo",
         "unread_bytes",
-        "user",
         "wait_group",
         "waits_for_room",
         "work",
@@ -135,10 +199,8 @@ class SessionState:
         engine: Engine,
         hub: StreamHub,
         facts: NodeFacts,
-        authenticator: Authenticator,
-        peer_is_loopback: bool,
+        login: ClientLogin,
         limits: Limits,
-        takes_anonymous: bool = True,
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
         replication: ReplicationPort | None = None,
@@ -150,8 +212,7 @@ class SessionState:
         self.engine = engine
         self.hub = hub
         self.facts = facts
-        self.authenticator = authenticator
-        self.peer_is_loopback = peer_is_loopback
+        self.login = login
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
         self.prefixes = PrefixCounts() if prefixes is None else prefixes
@@ -172,30 +233,13 @@ class SessionState:
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
-        self.close_reason = self.agent = ""
+        self.close_reason = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """Log lines for the shell: (event, fields)."""
-        self.notes_left_out = self.login_failures = 0
-        self.user: str | None = None
-        self.stale_user = ""
-        """The user who was logged in until it was removed."""
-        self.login: Frame | None = None
-        """The SASL request whose outcome is not known yet; no command is taken before it is."""
-        self.login_question: LoginQuestion | None = None
-        """What the shell has to ask the authenticator; `take_login_question` hands it over."""
-        self.exchange: object | None = None
-        self.allows_anonymous = peer_is_loopback and takes_anonymous
-        self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
-        """What the client may do; None: it has to log in first."""
+        self.notes_left_out = 0
         self.bucket: str | None = None
-        self.hashes_keys = True
-        """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
-        self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_xerror = False
-        self.has_put_frames = self.has_fit_meta = self.has_durability = self.has_xattr = False
+        self.hello = Negotiated()
         self.map_news = MapNews(facts)
-        self.datatypes = self.has_json = 0
-        """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
         self._send_no_streams(replication)
         self._begin_work(long_queue)
 
@@ -273,7 +317,7 @@ class SessionState:
                 extras=extras,
                 key=key,
                 value=value,
-                datatype=self.has_json if is_json else 0,
+                datatype=self.hello.has_json if is_json else 0,
             )
         )
 
@@ -291,7 +335,7 @@ class SessionState:
             self.note("damaged data", opcode=opcode, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
-        elif isinstance(error, WrongVbucketError) and self.hashes_keys:
+        elif isinstance(error, WrongVbucketError) and self.hello.hashes_keys:
             vb_id = vb_id if error.vb_id is None else error.vb_id
             self.refuse(opcode, opaque, error.status, self.place_text(vb_id))
         elif isinstance(error, WrongVbucketError):
@@ -300,7 +344,7 @@ class SessionState:
         elif isinstance(error, UnknownNameError):
             self.observes_manifest()
             told: dict[str, object] = {"manifest_uid": f"{self.engine.keyspace.manifest.uid:x}"}
-            if self.has_xerror and str(error):
+            if self.hello.has_xerror and str(error):
                 told["error"] = {"context": str(error)[:CONTEXT_CHARS_MAX]}
             body = json.dumps(told, separators=(",", ":")).encode()
             self.answer_json(opcode, opaque, error.status, body)
@@ -313,20 +357,20 @@ class SessionState:
 
     def answer_json(self, opcode: int, opaque: int, status: int, body: bytes) -> None:
         """Answer with a JSON document, or with nothing where `body` is empty."""
-        datatype = self.has_json if body else 0
+        datatype = self.hello.has_json if body else 0
         self.send(pack_response(opcode, status, opaque=opaque, value=body, datatype=datatype))
 
     def denial(self, opcode: int, wire_key: bytes) -> str:
         """Return why the client may not do this; "": it may. A denial leaves a log line."""
-        assert self.rights is not None, "asked before the login"
-        collection, key = split_key(wire_key, has_collections=self.has_collections)
+        assert self.login.rights is not None, "asked before the login"
+        collection, key = split_key(wire_key, has_collections=self.hello.has_collections)
         if collection is None:
             collection = self.collection_named_by(wire_key)
-        denial = self.rights.denial(opcode, collection, key)
+        denial = self.login.rights.denial(opcode, collection, key)
         if denial is None:
             return ""
         name = Opcode(opcode).name
-        user = self.user or ""
+        user = self.login.user or ""
         self.note("denied", command=name, user=user, role=str(denial.role), reason=denial.why)
         return (
             f"user {user!r} may not {name}: {denial.why}; "
@@ -340,19 +384,6 @@ class SessionState:
         if decoded is None or decoded[0] not in manifest.collections:
             return None
         return manifest.path_of(decoded[0])
-
-    def rights_changed(self, rights: Rights | None) -> None:
-        """Set what the logged-in user may do from now on; None: the user was removed."""
-        assert self.user is not None, "nobody is logged in"
-        self.rights = rights
-        if rights is None:
-            self.stale_user, self.user = self.user, None
-
-    def logged_in(self, user: str | None, rights: Rights) -> None:
-        """Set who is logged in; None: the login failed, and nobody is logged in any more."""
-        self.user = user
-        self.stale_user = ""
-        self.rights = rights if user is not None or self.allows_anonymous else None
 
     def send(self, packet: bytes) -> None:
         """Add a response, and count it against ANSWER_BYTES_MAX."""
@@ -383,7 +414,7 @@ class SessionState:
         """Return the body of an error response: JSON with XERROR, memcached's text for its clients,
         and nothing for others.
         """
-        return error_body(context, status, self.has_xerror, self.hashes_keys)
+        return error_body(context, status, self.hello.has_xerror, self.hello.hashes_keys)
 
     def step_flush(self, now_ns: int) -> bool:
         """Take the next step of the flush; return whether it was the last one. Until then the
@@ -433,13 +464,6 @@ class SessionState:
         for entry in self.engine.keyspace.pending[first_entry:]:
             self.spend(len(entry) / CHANGES_BYTES_MAX)
 
-    def take_login_question(self) -> LoginQuestion | None:
-        """Hand over what the authenticator is to be asked, once. The session forgets the password,
-        and waits for `Session.login_checked`.
-        """
-        question, self.login_question = self.login_question, None
-        return question
-
     def close(self, reason: str) -> None:
         """Close the connection after what has been answered."""
         self.is_closing = True
@@ -457,7 +481,7 @@ class SessionState:
             extras=news.version,
             key=(self.bucket or "").encode(),
             value=news.body,
-            datatype=self.has_json if news.body else 0,
+            datatype=self.hello.has_json if news.body else 0,
             magic=Magic.SERVER_REQUEST,
         )
 

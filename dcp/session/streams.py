@@ -123,8 +123,8 @@ class DcpCommands:
         )
         state.sender = producer
         # As in kv_engine, DCP_OPEN turns the datatype JSON on, whatever HELLO said.
-        state.has_json = JSON
-        state.datatypes |= JSON
+        state.hello.has_json = JSON
+        state.hello.datatypes |= JSON
         terms = producer.terms
         terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         terms.has_deleted_user_xattrs = bool(flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS)
@@ -135,12 +135,12 @@ class DcpCommands:
     def _set_codec(self, producer: Producer) -> None:
         """Set the format of the frames after the negotiated features have changed."""
         state, terms = self._state, producer.terms
-        terms.datatypes = state.datatypes
+        terms.datatypes = state.hello.datatypes
         terms.has_values = not self._open_flags & _NO_VALUES
         known = Known(
-            has_collections=state.has_collections,
-            has_json=bool(state.datatypes & JSON),
-            has_snappy=bool(state.datatypes & SNAPPY),
+            has_collections=state.hello.has_collections,
+            has_json=bool(state.hello.datatypes & JSON),
+            has_snappy=bool(state.hello.datatypes & SNAPPY),
             has_expiry_opcode=producer.has_expiry_opcode,
             wants_compression=terms.forces_compression,
         )
@@ -192,13 +192,14 @@ class DcpCommands:
         producer = self._producer()
         if state.replication is None:
             raise RefusedError(Status.NOT_SUPPORTED, "this node is alone: it has no replicas")
-        if state.rights is None or not state.rights.has(Role.REPLICATE):
+        if state.login.rights is None or not state.login.rights.has(Role.REPLICATE):
+            user = state.login.user
             why = (
                 f"control x_replicate takes the role {Role.REPLICATE}, which is for the nodes of a"
-                f" cluster; an admin grants it: dcpctl user grant {state.user} {Role.REPLICATE}"
+                f" cluster; an admin grants it: dcpctl user grant {user} {Role.REPLICATE}"
             )
             state.note(
-                "denied", command="x_replicate", user=state.user or "", role=str(Role.REPLICATE),
+                "denied", command="x_replicate", user=user or "", role=str(Role.REPLICATE),
                 reason=why,
             )  # fmt: skip
             state.deny(request.opcode, request.opaque, why)
@@ -385,7 +386,7 @@ class DcpCommands:
             raise RefusedError(Status.EINVAL, f"unknown flags 0x{unknown:x}")
         if asked.flags & _TAKEOVER:
             _check_takeover(self._state, producer)
-        takes_value = self._state.has_collections or producer.terms.takes_values
+        takes_value = self._state.hello.has_collections or producer.terms.takes_values
         if request.value and not takes_value:
             raise RefusedError(Status.EINVAL, "a filter needs collections (HELLO 0x12)")
         return asked
@@ -416,7 +417,7 @@ class DcpCommands:
         raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
-        needs_noop = self._state.has_collections or self._open_flags & _INCLUDE_XATTRS
+        needs_noop = self._state.hello.has_collections or self._open_flags & _INCLUDE_XATTRS
         if needs_noop and not producer.keepalive.is_enabled:
             why = "collections and xattrs need control enable_noop=true first"
             raise RefusedError(Status.NOT_SUPPORTED, why)
@@ -431,8 +432,10 @@ class DcpCommands:
     def _filter_of(self, told: StreamValue) -> StreamFilter:
         """Return the stream's filter."""
         state = self._state
-        if not told.document or not state.has_collections:
-            return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
+        if not told.document or not state.hello.has_collections:
+            return unfiltered(
+                has_collections=state.hello.has_collections, key_prefixes=told.key_prefixes
+            )
         state.observes_manifest()
         return filter_of(told.document, state.engine.keyspace.manifest, told.key_prefixes)
 
@@ -481,9 +484,9 @@ def _check_takeover(state: SessionState, producer: Producer) -> None:
 
     Afterwards the partition is dead here, so the client must get everything in it.
     """
-    if state.rights is None or not state.rights.has(Role.ADMIN):
+    if state.login.rights is None or not state.login.rights.has(Role.ADMIN):
         raise RefusedError(Status.EACCESS, "a takeover (flag 0x01) needs the role admin")
-    if not state.has_collections:
+    if not state.hello.has_collections:
         why = "a takeover (flag 0x01) takes collections (HELLO 0x12)"
         raise RefusedError(Status.NOT_SUPPORTED, why)
     if not producer.terms.has_values:

@@ -174,7 +174,7 @@ class TextSession:
     @property
     def is_logged_in(self) -> bool:
         """Whether commands are taken: the peer is local, and guests are still taken."""
-        return self.state.rights is not None
+        return self.state.login.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
         """Handle the bytes of one read; `now_ns` is Unix time."""

@@ -145,7 +145,7 @@ class UpkeepCommands:
             why = "commits are held already" if is_held else "commits are not held"
             raise RefusedError(Status.EINVAL, f"{name}: {why}")
         keyspace.holds_groups = is_held
-        state.note("commits held" if is_held else "commits go on", user=state.user or "")
+        state.note("commits held" if is_held else "commits go on", user=state.login.user or "")
         state.answer(request)
 
     def _partition_of(self, request: Frame) -> Partition:

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster_writers import PARTITIONS
 from processes import ProcessFailedError, free_ports, tail
 
 from dcpd.testing import DcpServer, ServerRefusedError
 
-PARTITIONS = 1024
 PATIENCE_S = 90.0
 """How long to wait for something that takes some seconds."""
 MASTERS_RETURN_S = 1.0

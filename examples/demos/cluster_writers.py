@@ -9,6 +9,7 @@ Probes       single writes to partitions that have lost their master: how long u
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -25,7 +26,8 @@ from couchbase.transcoder import RawJSONTranscoder
 
 from dcpd import DcpdError, KvClient, MutationResult, vbucket_of
 
-PARTITIONS = 1024
+PARTITIONS = int(os.environ.get("DCPD_PARTITIONS", "1024"))
+"""As many as the nodes have: they are started with the same environment."""
 BATCH = 192
 BATCHES_PER_NODE = 2
 SDK_BATCH = 48
@@ -67,7 +69,7 @@ class Backlog:
         self._lock = threading.Lock()
         self._left = 0
         for document in documents:
-            self._queues[vbucket_of(document[0])].append(document)
+            self._queues[vbucket_of(document[0], PARTITIONS)].append(document)
             self._left += 1
         self.total = self._unanswered = self._left
         self._allowed = 0
@@ -100,7 +102,7 @@ class Backlog:
         """Note that so many documents were written, and take those back that were not answered."""
         with self._lock:
             for document in again:
-                self._queues[vbucket_of(document[0])].appendleft(document)
+                self._queues[vbucket_of(document[0], PARTITIONS)].appendleft(document)
             self._left += len(again)
             self._unanswered -= taken - len(again)
 
@@ -260,6 +262,6 @@ def _keys_of_partitions() -> dict[int, bytes]:
     number = 0
     while len(keys) < PARTITIONS:
         key = PROBE_PREFIX + b"%d" % number
-        keys.setdefault(vbucket_of(key), key)
+        keys.setdefault(vbucket_of(key, PARTITIONS), key)
         number += 1
     return keys

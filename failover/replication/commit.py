@@ -35,10 +35,15 @@ from collections.abc import Container, Iterable, Mapping
 from itertools import chain
 from typing import Final, NamedTuple
 
+from dcp.core.groups import GroupCycle
+from failover.replication.effects import ReplicationEffect
 from failover.replication.feed import ReplicaFeed
 from failover.replication.group import Group, Share, StreamChanges, entries_of
+from failover.replication.handover import Handovers
+from failover.replication.link import Announced
 from failover.replication.mastership import InSyncSet, Mastership
 from failover.rules.isr import Acknowledgement, high_watermark, may_send_unsynced
+from vbucket.engine.engine import Engine
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.upkeep.merge import NODE_VB_ID
@@ -304,3 +309,69 @@ def changes_for_replicas(
         if vb_id in mastered and not (is_control and control_document(entry)["kind"] != "floor"):
             changes.setdefault(vb_id, []).append(entry)
     return changes
+
+
+class HighWatermarks:
+    """Raises high watermarks: a master's by its in-sync set, a replica's by what was announced."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cycle: GroupCycle,
+        masterships: Mapping[int, Mastership],
+        feeds: Mapping[str, ReplicaFeed],
+        handovers: Handovers,
+        effects: list[ReplicationEffect],
+    ) -> None:
+        self._engine = engine
+        self._commits = engine.commits
+        self._cycle = cycle
+        self._masterships = masterships
+        self._feeds = feeds
+        self._handovers = handovers
+        self._effects = effects
+        self.announced = Announced()
+
+    def raise_(self, vb_ids: Iterable[int]) -> None:
+        """Commit what may be committed now in these partitions."""
+        rose: list[int] = []
+        masterships, lagging = self._masterships, self._commits.lagging
+        for vb_id in vb_ids:
+            part = self._engine.partitions[vb_id]
+            if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
+                continue  # all that may be committed is
+            mastership = masterships.get(vb_id)
+            if mastership is None:
+                seqno = self.announced.seqno(vb_id)
+            else:
+                self.note_acknowledged(mastership)
+                seqno = mastership.hw_seqno()
+            seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
+            self.announced.reached(vb_id, seqno)
+            if self._commits.commit(vb_id, seqno):
+                rose.append(vb_id)
+                self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
+        if rose:
+            self._tell(rose)
+            for feed in self._feeds.values():
+                feed.hw_rose(rose)
+
+    def commit_many(self, seqnos: Mapping[int, int]) -> None:
+        """Commit these partitions up to these seqnos. The caller tells the replicas."""
+        rose = self._commits.commit_many(seqnos)
+        if rose:
+            if rose is not seqnos:
+                seqnos = {vb_id: self._engine.partitions[vb_id].committed_seqno for vb_id in rose}
+            self._engine.keyspace.watermarks.update(seqnos)
+            self._tell(rose)
+
+    def _tell(self, rose: Iterable[int]) -> None:
+        self._effects.append(self._cycle.committed(rose))
+        if self._handovers.is_under_way and self._handovers.any_held(rose):
+            self._handovers.hurry()
+
+    def note_acknowledged(self, mastership: Mastership) -> None:
+        """Let a mastership know what replicas have acknowledged in groups."""
+        for feed in self._feeds.values():
+            if given := feed.group_match(mastership.part.vb_id):
+                mastership.acknowledged(feed.member, *given)

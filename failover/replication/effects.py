@@ -50,6 +50,20 @@ class PartitionsArrived(NamedTuple):
     """Resume the sessions that wait for a partition: it is served, or will not be served soon."""
 
 
+class Steps:
+    """Asks the shell for a step between ticks (`StepDue`): once, until the step is taken."""
+
+    def __init__(self, effects: list[ReplicationEffect]) -> None:
+        self._effects = effects
+        self.is_due = False
+
+    def ask(self) -> None:
+        """Ask for a step, unless the shell was asked already."""
+        if not self.is_due:
+            self.is_due = True
+            self._effects.append(StepDue())
+
+
 ReplicationEffect = (
     Published
     | Dial

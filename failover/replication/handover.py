@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from failover.coordinator.view import ClusterView
+from failover.replication.effects import Steps
 from failover.replication.mastership import Mastership
 from failover.rules.replication_record import HandedOver, ReplicationRecord, elect, hand_over, want
 from vbucket.engine.partition import Hold, Partition, VbState
@@ -67,10 +68,10 @@ FOLLOWED_NS_MAX: Final = 200_000_000
 
 
 class Handovers:
-    """See the module. `fence` lets a partition serve nobody."""
+    """See the module."""
 
-    def __init__(self, fence: Callable[[Partition], None]) -> None:
-        self._fence = fence
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._waiting: dict[int, None] = {}
         """Partitions to hand over, in turn."""
         self._next: frozenset[int] = frozenset()
@@ -92,6 +93,11 @@ class Handovers:
     def is_under_way(self) -> bool:
         """Whether any partition waits, is held, or is not followed yet."""
         return bool(self._waiting or self._held or self._handed)
+
+    def hurry(self) -> None:
+        """Ask for a step if any is under way: something has changed that it may wait for."""
+        if self.is_under_way:
+            self._steps.ask()
 
     def wait(self, vb_ids: Iterable[int]) -> None:
         """These are to be handed over, as soon as there is room."""
@@ -146,8 +152,8 @@ class Handovers:
     ) -> ReplicationRecord | None:
         """Return the record after the handover to the wanted master; None: not yet, or not wanted.
 
-        The record must be written: the partition is fenced. With `may_write` False writers are held
-        back, and that is all. `is_failover`: an operator wants this master to be replaced.
+        The record must be written, and the partition be fenced. With `may_write` False writers are
+        held back, and that is all. `is_failover`: an operator wants this master to be replaced.
         """
         part, wanted = mastership.part, record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
@@ -176,7 +182,6 @@ class Handovers:
         if not may_write or not (is_drained or (may_elect and is_in_vain)):
             return None
         mastership.has_handed = True
-        self._fence(part)
         if is_drained:
             return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
         self._is_stuck = True

@@ -201,6 +201,41 @@ class ReplicaSide(Protocol):
         """
 
 
+class Announced:
+    """The high watermarks that masters announced, above those of here.
+
+    What was announced counts as soon as it is synced here, and for its history only.
+    """
+
+    def __init__(self) -> None:
+        self._seqnos: dict[int, int] = {}
+        self.vb_ids = self._seqnos.keys()
+        """Partitions with such a high watermark; the same object for ever."""
+
+    def seqno(self, vb_id: int) -> int:
+        """Return what a partition's masters announced; 0: nothing above what is reached."""
+        return self._seqnos.get(vb_id, 0)
+
+    def note(self, vb_id: int, seqno: int) -> None:
+        """A partition's master has announced a high watermark."""
+        if seqno > self._seqnos.get(vb_id, 0):
+            self._seqnos[vb_id] = seqno
+
+    def reached(self, vb_id: int, seqno: int) -> None:
+        """A partition is committed up to a seqno here."""
+        if self._seqnos.get(vb_id, seqno + 1) <= seqno:
+            del self._seqnos[vb_id]
+
+    def cap(self, vb_id: int, seqno: int) -> None:
+        """Forget what was announced above a seqno: it was said about another history."""
+        if vb_id in self._seqnos:
+            self._seqnos[vb_id] = min(self._seqnos[vb_id], seqno)
+
+    def take(self, vb_id: int) -> int:
+        """Return what a partition's masters announced, and forget it: this node is its master."""
+        return self._seqnos.pop(vb_id, 0)
+
+
 class ReplicaLink:
     """See the module. `bytes_to_send` holds what the shell has to send."""
 

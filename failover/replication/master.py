@@ -19,22 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from dcp.core.groups import GroupCycle
 from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
-from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import Notice
 from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.records import StoredPartition
-from failover.coordinator.seen_records import SeenRecords
-from failover.coordinator.view import ClusterView, Stored
-from failover.replication.commit import OpenGroups
-from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue, Undone
+from failover.coordinator.view import Stored
+from failover.replication.commit import HighWatermarks, OpenGroups
+from failover.replication.effects import BranchEnded, Steps, Undone
 from failover.replication.feed import ReplicaFeed
 from failover.replication.group import Group
 from failover.replication.handover import Handovers, Successors
-from failover.replication.mastership import Mastership, ReplicationSettings
+from failover.replication.mastership import Mastership, ReplicationParts
 from failover.replication.messages import (
     FORMAT,
     NOT_SEEN,
@@ -50,7 +48,7 @@ from failover.replication.messages import (
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
 from failover.replication.progress import SILENCE_NS_MAX, Match, window_of
-from failover.replication.serving import Serving, no_trouble
+from failover.replication.serving import Serving
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
@@ -61,7 +59,6 @@ from failover.rules.replication_record import (
     start_branch,
 )
 from failover.rules.rollback import Question, common_seqno, decide
-from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState, check_undo
 from vbucket.log.commit_group import CommitGroup
@@ -97,34 +94,23 @@ class Master:
 
     def __init__(
         self,
-        engine: Engine,
-        hub: StreamHub,
-        view: ClusterView,
-        settings: ReplicationSettings,
+        parts: ReplicationParts,
+        cycle: GroupCycle,
         *,
-        cluster: str,
-        member: str,
-        raise_watermarks: Callable[[Iterable[int]], None],
-        commit_many: Callable[[Mapping[int, int]], None],
         depose: Callable[[tuple[int, ...], str], None],
-        effects: list[ReplicationEffect],
         now_ns: int,
-        ran: RanTime,
-        store_trouble: Callable[[], str] = no_trouble,
-        kept: SeenRecords,
-        link_of: Callable[[str], int | None],
     ) -> None:
+        engine, member = parts.engine, parts.identity.member
         self._engine = engine
-        self._ran = ran
-        self._hub = hub
-        self._view = view
-        self._settings = settings
-        self._cluster = cluster
+        self._ran = parts.ran
+        self._hub = parts.hub
+        self._session = parts.session
+        self._view = view = parts.session.view
+        self._settings = parts.settings
+        self._identity = parts.identity
         self._member = member
-        self._raise_watermarks = raise_watermarks
-        self._commit_many = commit_many
         self._depose = depose
-        self._effects = effects
+        self._effects = parts.effects
         self._now_ns = now_ns
         self.masterships: dict[int, Mastership] = {}
         self._preparing: set[int] = set()
@@ -132,8 +118,7 @@ class Master:
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self._groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
-        self._kept = kept
-        self._link_of = link_of
+        self._kept = parts.kept
         self._parting: set[int] = set()
         """Partitions where somebody still counts who has left the in-sync set."""
         self.serves_by = NOT_SEEN
@@ -144,22 +129,24 @@ class Master:
         """When members had all that was synced here, in all partitions that they follow."""
         self._steady_ns: dict[str, int] = {}
         """The same as of the last tick, for partitions that were steady until then."""
-        self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
+        self._late_members = LateMembers(parts.settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
-        self.pace = FillPace(settings.fill_bytes_per_s)
+        self.pace = FillPace(parts.settings.fill_bytes_per_s)
         self.serving = Serving(
-            engine, hub, view, member, self.masterships, self.feeds, self._groups, effects,
-            store_trouble,
+            engine, parts.hub, view, member, self.masterships, self.feeds, self._groups,
+            parts.effects,
         )  # fmt: skip
         self.arriving = self.serving.arrivals.vb_ids
         """See ReplicationPort."""
-        self.handovers = Handovers(self.serving.fence)
+        self.steps = Steps(parts.effects)
+        self.handovers = Handovers(self.steps)
+        self.watermarks = HighWatermarks(
+            engine, cycle, self.masterships, self.feeds, self.handovers, parts.effects
+        )
         self._is_leaving = False
         """Whether this node hands over all that it has."""
         self._may_hand_over = False
         """Whether the handovers that are ready are to be written now."""
-        self.is_step_due = False
-        """Whether the shell was asked for a step."""
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -257,8 +244,7 @@ class Master:
         mastership.want_branch(None)
         self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
         self.serving.ended(vb_id)
-        if self.handovers.is_under_way:
-            self.step_due()
+        self.handovers.hurry()
         self._groups.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
@@ -272,8 +258,8 @@ class Master:
     def records_were_kept(self) -> None:
         """See MasterSide. The same for this node's own disk."""
         if self._parting and (held := self._release_parting(tuple(self._parting))):
-            self._raise_watermarks(held)
-            self.step_due()
+            self.watermarks.raise_(held)
+            self.steps.ask()
 
     def _release_parting(self, vb_ids: Iterable[int]) -> list[int]:
         """Return those partitions where nobody counts any more who has left the in-sync set: all of
@@ -285,7 +271,7 @@ class Master:
         seen = {
             member: feed.seen.revision
             for member, feed in self.feeds.items()
-            if feed.seen.link == self._link_of(member)
+            if feed.seen.link == self._session.link_of(member)
         }
         seen[self._member] = self._kept.kept_revision
         masterships = self.masterships
@@ -360,10 +346,10 @@ class Master:
                 f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"
             )
-        if peer.cluster != self._cluster:
+        if peer.cluster != self._identity.cluster:
             raise ReplicationError(
                 f"member {peer.member} belongs to cluster {peer.cluster!r}, this node to "
-                f"{self._cluster!r}"
+                f"{self._identity.cluster!r}"
             )
         if peer.master != self._member:
             raise ReplicationError(
@@ -469,29 +455,23 @@ class Master:
             if mastership is not None and mastership.epoch == each.epoch:
                 mastership.acknowledged(member, each.epoch, each.seqno)
                 touched.append(each.vb_id)
-        self._raise_watermarks(touched)
+        self.watermarks.raise_(touched)
 
     def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
         found = self._groups.acknowledged(member, groups)
         if found.committed:
-            self._commit_many(found.committed)
+            self.watermarks.commit_many(found.committed)
             for feed in self.feeds.values():
                 for group in found.groups:
                     feed.group_committed(group, found.committed)
         if found.one_by_one:
-            self._raise_watermarks(found.one_by_one)
+            self.watermarks.raise_(found.one_by_one)
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""
         if self.serving.has_unserved and self.feeds.get(feed.member) is feed:
-            self.step_due()
-
-    def note_acknowledged(self, mastership: Mastership) -> None:
-        """Let a mastership know what replicas have acknowledged in groups."""
-        for feed in self.feeds.values():
-            if given := feed.group_match(mastership.part.vb_id):
-                mastership.acknowledged(feed.member, *given)
+            self.steps.ask()
 
     # -- changes of records ------------------------------------------------------------------------
 
@@ -547,7 +527,7 @@ class Master:
                 mastership.in_snapshot = frozenset(
                     member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
                 )
-            self.note_acknowledged(mastership)
+            self.watermarks.note_acknowledged(mastership)
             if vb_id in left:
                 mastership.was_steady(steady_ns)
             record = mastership.changed_isr(
@@ -564,8 +544,8 @@ class Master:
             self._want_successors()
         if may_write and not changes and self.handovers.is_under_way:
             changes = self.handover_changes(self._now_ns, records)
-        elif self.handovers.is_under_way:
-            self.step_due()
+        else:
+            self.handovers.hurry()
         return changes
 
     def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
@@ -586,10 +566,13 @@ class Master:
             return start_branch(record, wanted_branch)
         if self._is_leaving:
             record = self._successors.wanted(record)
-        return self.handovers.next_record(
+        after = self.handovers.next_record(
             mastership, record, self._now_ns, may_write=self._may_hand_over,
             is_failover=self._view.fails_over(part.vb_id, record.wanted_master),
         )  # fmt: skip
+        if after is not None:
+            self.serving.fence(part)
+        return after
 
     def handover_changes(
         self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
@@ -624,24 +607,12 @@ class Master:
         mastership.ask(record.isr)
         return RecordChange(mastership.part.vb_id, record, before)
 
-    def step_due(self) -> None:
-        """Ask the shell for a step between ticks."""
-        if not self.is_step_due:
-            self.is_step_due = True
-            self._effects.append(StepDue())
-
-    def committed(self, vb_ids: Iterable[int]) -> None:
-        """High watermarks have risen."""
-        if self.handovers.is_under_way and self.handovers.any_held(vb_ids):
-            self.step_due()
-
     def decided(self, mastership: Mastership, *, is_written: bool) -> None:
         """A change of a record has its outcome."""
         if mastership.has_handed and not is_written:
             self.handovers.ended(mastership.part.vb_id, self._now_ns, is_handed=False)
         mastership.decided(is_written=is_written)
-        if self.handovers.is_under_way:
-            self.step_due()
+        self.handovers.hurry()
 
     def take_min_in_sync(self, setting: int | None) -> bool:
         """Take how many members must be in sync from now on; return whether that is another number
@@ -737,7 +708,7 @@ class Master:
     def copies_behind(self) -> Iterator[tuple[int, str, int]]:
         """Yield (partition, member, changes that it lacks) for each copy at another member."""
         for vb_id, mastership in self.masterships.items():
-            self.note_acknowledged(mastership)
+            self.watermarks.note_acknowledged(mastership)
             for copy in mastership.record.copies:
                 if copy != self._member:
                     behind = mastership.part.synced_seqno - mastership.match(copy)

@@ -28,6 +28,11 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
+from dcp.stream.hub import StreamHub
+from failover.coordinator.clock import RanTime
+from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.seen_records import SeenRecords
+from failover.replication.effects import ReplicationEffect
 from failover.rules.fencing import is_same_copy
 from failover.rules.isr import (
     ELECTION_NS,
@@ -50,6 +55,7 @@ from failover.rules.isr import (
 )
 from failover.rules.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.rules.write_answer import Durability, WriteState
+from vbucket.engine.engine import Engine
 from vbucket.engine.partition import FloorError, Partition, check_undo
 
 _IN_NO_STORE: Final = 1 << 63
@@ -88,6 +94,29 @@ class ReplicationSettings(NamedTuple):
     """How fast this node fills copies elsewhere for the first time; 0: without a limit."""
     section_bytes: int = SECTION_BYTES
     """Entries from a cursor, in one message: a fair share of a turn."""
+
+
+class Identity(NamedTuple):
+    """Who this node is."""
+
+    cluster: str
+    member: str
+    incarnation: int
+
+
+class ReplicationParts(NamedTuple):
+    """What both sides of a node's replication use, `Master` and `Replica`."""
+
+    engine: Engine
+    hub: StreamHub
+    session: ClusterSession
+    settings: ReplicationSettings
+    identity: Identity
+    effects: list[ReplicationEffect]
+    """For the shell, in order."""
+    ran: RanTime
+    kept: SeenRecords
+    """What this folder has seen of the metadata store's records."""
 
 
 class InSyncSet(NamedTuple):

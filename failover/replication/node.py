@@ -46,11 +46,10 @@ from failover.coordinator.seen_records import SeenRecords, older_records
 from failover.coordinator.view import Stored
 from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.master import Master
-from failover.replication.mastership import ReplicationSettings
+from failover.replication.mastership import Identity, ReplicationParts, ReplicationSettings
 from failover.replication.messages import StoreSeen
 from failover.replication.receipt import ElectionLoss
-from failover.replication.replica import DroppedCopies, Identity, Replica
-from failover.replication.serving import no_trouble
+from failover.replication.replica import DroppedCopies, Replica
 from failover.rules.isr import may_change_record
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
@@ -78,14 +77,12 @@ class ReplicationCore:
         carry_out: CarryOut,
         depose: Callable[[tuple[int, ...], str], None],
         now_ns: int,
-        store_trouble: Callable[[], str] = no_trouble,
         kept: SeenRecords | None = None,
     ) -> None:
         """`carry_out` carries out effects of the session with the metadata store. `depose` answers
         what waits in connections for a commit in partitions that this node does not master any
-        more, for the reason given: it may or may not be committed. `store_trouble` tells why the
-        metadata store does not answer. `kept` is what this folder has seen of the store's records;
-        None: nothing, and it is not kept in a file.
+        more, for the reason given: it may or may not be committed. `kept` is what this folder has
+        seen of the store's records; None: nothing, and it is not kept in a file.
         """
         membership = session.membership
         self._kept = kept or SeenRecords(session.view.keys)
@@ -102,7 +99,6 @@ class ReplicationCore:
         self._engine = engine
         self._hub = hub
         self._commits = engine.commits
-        self._groups = groups
         self._session = session
         self._carry_out = carry_out
         self._member = membership.member
@@ -125,21 +121,18 @@ class ReplicationCore:
         self._ran = RanTime(now_ns)
         self._unheard_from_ns = now_ns
         """When the next partition counts as unheard, unless its master is heard before."""
+        parts = ReplicationParts(
+            engine, hub, session, settings,
+            Identity(cluster, membership.member, membership.incarnation), self._effects,
+            self._ran, self._kept,
+        )  # fmt: skip
+        self.master = Master(parts, groups, depose=depose, now_ns=now_ns)
+        self.watermarks = self.master.watermarks
         self.replica = Replica(
-            engine, self._changes,
-            Identity(cluster, membership.member, membership.incarnation), settings,
-            record_of=self._record_of, raise_watermarks=self._raise_watermarks,
-            commit_many=self._commit_many, was_welcomed=self._welcomed,
-            store_seen=self._store_seen, link_of=session.link_of,
-            effects=self._effects, now_ns=now_ns, ran=self._ran,
+            parts, self._changes, self.records, self.watermarks, self.master.handovers,
+            store_seen=self._store_seen, now_ns=now_ns,
         )  # fmt: skip
-        self.master = Master(
-            engine, hub, session.view, settings, cluster=cluster, member=membership.member,
-            raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
-            depose=depose, effects=self._effects, now_ns=now_ns, ran=self._ran,
-            store_trouble=store_trouble, kept=self._kept, link_of=session.link_of,
-        )  # fmt: skip
-        self._dropped = DroppedCopies(engine, hub, self.replica.empty)
+        self._dropped = DroppedCopies(engine, hub, self.replica)
         self._begin_unheard()
 
     def _begin_unheard(self) -> None:
@@ -190,7 +183,7 @@ class ReplicationCore:
         vb_ids = tuple(sorted(vb_ids))
         cluster = self._session.view.cluster
         if cluster is not None and self.master.take_min_in_sync(cluster.content.min_in_sync):
-            self._raise_watermarks(tuple(self.master.masterships))
+            self.watermarks.raise_(tuple(self.master.masterships))
         for vb_id in vb_ids:
             if vb_id >= self._engine.num_vbuckets:
                 continue
@@ -287,7 +280,7 @@ class ReplicationCore:
             self.replica.leave(vb_id)
             self._changes.settle()
             part = self._engine.partitions[vb_id]
-            announced_seqno = max(self.replica.take_announced(vb_id), part.committed_seqno)
+            announced_seqno = max(self.watermarks.announced.take(vb_id), part.committed_seqno)
             self._tell_loss(vb_id, record, announced_seqno)
             self.master.begin(
                 vb_id, record, confirmed_ns=confirmed_ns, announced_seqno=announced_seqno,
@@ -295,7 +288,7 @@ class ReplicationCore:
             )  # fmt: skip
         else:
             self.master.take_record(vb_id, record, stored.item.mod_revision)
-            self._raise_watermarks((vb_id,))
+            self.watermarks.raise_((vb_id,))
         self.master.decide_waiting(vb_id)
         if (ended := self.master.branch_ended(vb_id, record)) is not None:
             self._effects.append(ended)
@@ -336,8 +329,8 @@ class ReplicationCore:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self._raise_watermarks(self.master.group_synced(now_ns, group))
-        self._raise_watermarks(self._followed_and_announced(group))
+        self.watermarks.raise_(self.master.group_synced(now_ns, group))
+        self.watermarks.raise_(self._followed_and_announced(group))
         self.replica.synced(self._commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
@@ -345,7 +338,7 @@ class ReplicationCore:
         announced a high watermark that was not synced here, or the group has no changes (but a
         version).
         """
-        masterships, awaiting = self.master.masterships, self.replica.awaiting_sync
+        masterships, awaiting = self.master.masterships, self.watermarks.announced.vb_ids
         if len(masterships) == self._engine.num_vbuckets:
             return []
         found: Iterable[int] = awaiting & group.high_seqnos.keys()
@@ -357,43 +350,6 @@ class ReplicationCore:
                 if seqno <= partitions[vb_id].committed_seqno or vb_id in awaiting
             ]
         return [vb_id for vb_id in found if vb_id not in masterships]
-
-    def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
-        """Commit what may be committed now in these partitions."""
-        rose: list[int] = []
-        masterships, lagging = self.master.masterships, self._commits.lagging
-        for vb_id in vb_ids:
-            part = self._engine.partitions[vb_id]
-            if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
-                continue  # all that may be committed is
-            mastership = masterships.get(vb_id)
-            if mastership is None:
-                seqno = self.replica.announced_seqno(vb_id)
-            else:
-                self.master.note_acknowledged(mastership)
-                seqno = mastership.hw_seqno()
-            seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
-            self.replica.reached(vb_id, seqno)
-            if self._commits.commit(vb_id, seqno):
-                rose.append(vb_id)
-                self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
-        if rose:
-            self._effects.append(self._groups.committed(rose))
-            self.master.committed(rose)
-            for feed in self.master.feeds.values():
-                feed.hw_rose(rose)
-
-    def _commit_many(self, seqnos: Mapping[int, int]) -> None:
-        """Commit these partitions up to these seqnos. The caller tells the replicas."""
-        rose = self._commits.commit_many(seqnos)
-        if rose:
-            partitions, watermarks = self._engine.partitions, self._engine.keyspace.watermarks
-            if rose is seqnos:
-                watermarks.update(seqnos)
-            else:
-                watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
-            self._effects.append(self._groups.committed(rose))
-            self.master.committed(rose)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -408,7 +364,7 @@ class ReplicationCore:
         if self.master.arriving:
             self.master.serving.arrivals.expire(now_ns)
         if self.master.handovers.take_pause_end(now_ns):
-            self.master.step_due()
+            self.master.steps.ask()
         if now_ns >= self._unheard_from_ns:
             self.replica.note_heard(now_ns)
             self._mark_unheard()
@@ -426,7 +382,7 @@ class ReplicationCore:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns
         self._ran.tick(now_ns)
-        self.master.is_step_due = False
+        self.master.steps.is_due = False
         self.replica.tick(now_ns)
         self._dropped.tick(now_ns)
         masterships = self.master.masterships
@@ -435,7 +391,7 @@ class ReplicationCore:
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
         active = self.master.serving.active()
-        self._raise_watermarks(self._commits.lagging.keys() | active)
+        self.watermarks.raise_(self._commits.lagging.keys() | active)
         self.master.serve(now_ns)
         self.master.serving.arrivals.expire(now_ns)
         self._mark_unheard()
@@ -451,7 +407,7 @@ class ReplicationCore:
         now, and go on with handovers.
         """
         self._now_ns = now_ns
-        self.master.is_step_due = False
+        self.master.steps.is_due = False
         self.master.serving.serve_more(now_ns)
         self._note_followed()
         if self.master.handovers.is_under_way and self._session.may_write:
@@ -517,11 +473,6 @@ class ReplicationCore:
 
     def _note_followed(self) -> None:
         self.master.handovers.note_followed(self._now_ns, self.replica.is_followed)
-
-    def _welcomed(self) -> None:
-        """A master lets this node follow a partition."""
-        if self.master.handovers.is_under_way:
-            self.master.step_due()
 
     def _mark_unheard(self) -> None:
         """Mark the replicas whose master is not heard, and end their streams. Nothing is done for

@@ -17,17 +17,20 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.session.replication_port import ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
-from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import Notice
+from failover.coordinator.records import StoredPartition
+from failover.coordinator.view import Stored
+from failover.replication.commit import HighWatermarks
 from failover.replication.effects import Dial, ReplicationEffect
+from failover.replication.handover import Handovers
 from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, ReplicaLink, from_here
-from failover.replication.mastership import ReplicationSettings
+from failover.replication.mastership import ReplicationParts
 from failover.replication.messages import (
     FORMAT,
     Control,
@@ -66,14 +69,6 @@ REDIAL_NS: Final = 200_000_000
 BARRED_REDIAL_NS_MAX: Final = 32 * REDIAL_NS
 """The longest pause if one of the two nodes does not accept the other. It doubles with each attempt
 until then: an operator has to do something, and each attempt costs both sides a login."""
-
-
-class Identity(NamedTuple):
-    """Who this node is."""
-
-    cluster: str
-    member: str
-    incarnation: int
 
 
 class _Welcome(NamedTuple):
@@ -233,13 +228,13 @@ class DroppedCopies:
     dropped all the time, and a merge writes all that was written anywhere on the node.
 
     What the other copies may lack goes into discard files first, if it may have been answered
-    (`failover.rules.promotion`). `empty` returns whether nothing of a partition is left to do.
+    (`failover.rules.promotion`).
     """
 
-    def __init__(self, engine: Engine, hub: StreamHub, empty: Callable[[int], bool]) -> None:
+    def __init__(self, engine: Engine, hub: StreamHub, replica: Replica) -> None:
         self._engine = engine
         self._hub = hub
-        self._empty = empty
+        self._replica = replica
         self._due: dict[int, None] = {}
         self._emptied_ns: tuple[int, int] | None = None
         """When the first and the last partition were emptied since a merge was asked for."""
@@ -258,7 +253,7 @@ class DroppedCopies:
         for vb_id in tuple(self._due):
             if emptied == EMPTIED_MAX:
                 break
-            if self._empty(vb_id):
+            if self._replica.empty(vb_id):
                 del self._due[vb_id]
                 emptied += 1
         if emptied:
@@ -274,43 +269,35 @@ class DroppedCopies:
 
 
 class Replica:
-    """See the module. `raise_watermarks` is called with partitions whose master announced a new
-    one.
-    """
+    """See the module."""
 
     def __init__(
         self,
-        engine: Engine,
+        parts: ReplicationParts,
         changes: ReplicatedChanges,
-        identity: Identity,
-        settings: ReplicationSettings,
+        records: Mapping[int, Stored[StoredPartition]],
+        watermarks: HighWatermarks,
+        handovers: Handovers,
         *,
-        record_of: Callable[[int], ReplicationRecord],
-        raise_watermarks: Callable[[Iterable[int]], None],
-        commit_many: Callable[[Mapping[int, int]], None],
-        was_welcomed: Callable[[], None],
         store_seen: Callable[[], StoreSeen],
-        link_of: Callable[[str], int | None],
-        effects: list[ReplicationEffect],
         now_ns: int,
-        ran: RanTime,
     ) -> None:
-        self._engine = engine
+        """`records`: the newest record of each partition that was acted upon."""
+        self._engine = parts.engine
         self._changes = changes
-        self._ran = ran
-        self._identity = identity
-        self._settings = settings
-        self._record_of = record_of
-        self._raise_watermarks = raise_watermarks
-        self._commit_many = commit_many
-        self._was_welcomed = was_welcomed
+        self._ran = parts.ran
+        self._identity = parts.identity
+        self._settings = parts.settings
+        self._session = parts.session
+        self._records = records
+        self._watermarks = watermarks
+        self._handovers = handovers
         self.store_seen = store_seen
         """See ReplicaSide."""
-        self._link_of = link_of
         self._served_by: dict[str, int] = {}
         """Member -> up to which revision of the metadata store it serves by its records. Only for
         this node's present connection to that store."""
-        self._effects = effects
+        self._effects = parts.effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
         """By member, the links to the nodes of masters."""
@@ -326,10 +313,8 @@ class Replica:
         """How often a partition was cut back to where its master's history parts."""
         self._has_gaps = False
         """Whether some partition may not be followed, because its master's link is closed."""
-        self._announced: dict[int, int] = {}
-        """The high watermarks that masters announced, above those of here."""
         self._senders = Senders()
-        self._discards = Discards(engine, effects)
+        self._discards = Discards(parts.engine, parts.effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
 
@@ -341,7 +326,7 @@ class Replica:
 
     def master_serves(self, master: str, seen: StoreSeen) -> None:
         """See ReplicaSide."""
-        if seen.link == self._link_of(master):
+        if seen.link == self._session.link_of(master):
             self._served_by[master] = max(self._served_by.get(master, 0), seen.revision)
 
     def is_served(self, master: str | None, revision: int) -> bool:
@@ -376,6 +361,9 @@ class Replica:
             followed.follow(vb_id, record.epoch, now_ns, record.number_of(member) or 0)
         else:
             self._has_gaps = True
+
+    def _record_of(self, vb_id: int) -> ReplicationRecord:
+        return self._records[vb_id].content.record
 
     def leave(self, vb_id: int) -> None:
         """Follow nobody for a partition."""
@@ -545,10 +533,10 @@ class Replica:
             self._senders.welcomed(vb_id, record.epoch, record.master, part.high_seqno)
         # An earlier master's word about changes that are not here says nothing about this history:
         # a branch or an unclean election may have replaced them.
-        self._cap_announced(part, part.high_seqno)
-        self._note_announced(vb_id, welcome.committed_seqno)
-        self._raise_watermarks((vb_id,))
-        self._was_welcomed()
+        self._watermarks.announced.cap(part.vb_id, part.high_seqno)
+        self._watermarks.announced.note(vb_id, welcome.committed_seqno)
+        self._watermarks.raise_((vb_id,))
+        self._handovers.hurry()
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
         """See ReplicaSide."""
@@ -613,15 +601,10 @@ class Replica:
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
-        self._cap_announced(part, seqno)
+        self._watermarks.announced.cap(part.vb_id, seqno)
         watermarks = self._engine.keyspace.watermarks
         if watermarks.get(part.vb_id, 0) > seqno:  # the log would say so after the cut
             watermarks[part.vb_id] = seqno
-
-    def _cap_announced(self, part: Partition, seqno: int) -> None:
-        """Forget what was announced of changes above a seqno."""
-        if part.vb_id in self._announced:
-            self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)
 
     def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
         """Say once that a partition cannot be cut back, and what follows."""
@@ -681,7 +664,7 @@ class Replica:
             self._changes.apply(part, changes)
         except (FloorsRefusedError, StoreDamagedError) as error:
             raise ReplicationError(str(error)) from error
-        self._note_announced(section.vb_id, section.committed_seqno)
+        self._watermarks.announced.note(section.vb_id, section.committed_seqno)
 
     def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
@@ -702,15 +685,15 @@ class Replica:
     def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         """See ReplicaSide."""
         if is_synced:
-            self._commit_many(seqnos)
+            self._watermarks.commit_many(seqnos)
             return
         for vb_id, seqno in seqnos.items():
-            self._note_announced(vb_id, seqno)
-        self._raise_watermarks(seqnos)
+            self._watermarks.announced.note(vb_id, seqno)
+        self._watermarks.raise_(seqnos)
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
-        self._raise_watermarks(vb_ids)
+        self._watermarks.raise_(vb_ids)
 
     def _take_control(self, section: EntriesSection, control: Control) -> None:
         engine, vb_id = self._engine, section.vb_id
@@ -721,26 +704,6 @@ class Replica:
         else:
             adopt_floors(engine, vb_id, control.floor, control.purge, section.committed_seqno)
 
-    # -- high watermarks ---------------------------------------------------------------------------
-
-    @property
-    def awaiting_sync(self) -> KeysView[int]:
-        """Partitions whose master announced a high watermark that this node had not synced yet."""
-        return self._announced.keys()
-
-    def reached(self, vb_id: int, seqno: int) -> None:
-        """A partition is committed up to a seqno here."""
-        if self._announced.get(vb_id, seqno + 1) <= seqno:
-            del self._announced[vb_id]
-
-    def announced_seqno(self, vb_id: int) -> int:
-        """Return the high watermark that a partition's masters announced, unless it is reached."""
-        return self._announced.get(vb_id, 0)
-
-    def take_announced(self, vb_id: int) -> int:
-        """Return the same and forget it: this node becomes the master."""
-        return self._announced.pop(vb_id, 0)
-
     def take_sender(self, vb_id: int, epoch: int) -> Sender | None:
         """Return what of a partition's log its former master has on disk, and forget it: this node
         becomes the master in an epoch (`Senders.take`).
@@ -748,7 +711,3 @@ class Replica:
         newest = {member: link.newest_group for member, link in self.links.items()}
         high_seqno = self._engine.partitions[vb_id].high_seqno
         return self._senders.take(vb_id, epoch, high_seqno, newest)
-
-    def _note_announced(self, vb_id: int, seqno: int) -> None:
-        if seqno > self._announced.get(vb_id, 0):
-            self._announced[vb_id] = seqno

@@ -23,7 +23,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
@@ -115,15 +115,8 @@ class Unwritable(NamedTuple):
     """Members in sync that do not confirm this master."""
 
 
-def no_trouble() -> str:
-    """Say that the metadata store answers, where nobody knows better."""
-    return ""
-
-
 class Serving:
-    """See the module. `masterships`, `feeds` and `groups` are those of `Master`. `store_trouble`
-    tells why the metadata store does not answer; "": it does.
-    """
+    """See the module. `masterships`, `feeds` and `groups` are those of `Master`."""
 
     def __init__(
         self,
@@ -135,7 +128,6 @@ class Serving:
         feeds: Mapping[str, ReplicaFeed],
         groups: OpenGroups,
         effects: list[ReplicationEffect],
-        store_trouble: Callable[[], str],
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -145,7 +137,8 @@ class Serving:
         self._feeds = feeds
         self._groups = groups
         self.arrivals = Arrivals(effects)
-        self.store_trouble = store_trouble
+        self.store_trouble = ""
+        """Why the metadata store does not answer, as the shell saw it last; "": it does."""
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
         self._steady: set[int] = set()
@@ -357,7 +350,7 @@ class Serving:
         members = self._view.members
         names = [members[each].content.name if each in members else each for each in missing]
         text = f"no confirmation from {', '.join(names)} for a while that this node is its master"
-        if self.store_trouble():
+        if self.store_trouble:
             text += "; no copy can leave the in-sync set while the metadata store is away"
         return text
 

@@ -12,7 +12,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from support.raw_http import login, request
+from support.raw_client import login, request
 from support.server import DcpdProcess
 from support.waiting import until
 

@@ -13,7 +13,7 @@ from dcp.server.admin.application import routes_of
 from dcp.server.admin.origin import HostRule, host_of, page_refusal
 from support.admin_node import SmallNode
 from support.credentials import TestCa
-from support.raw_http import RawHttp, ask, login
+from support.raw_client import RawHttp, ask, login
 
 JSON = "content-type: application/json"
 FORM = "content-type: application/x-www-form-urlencoded"

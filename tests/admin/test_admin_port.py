@@ -20,7 +20,7 @@ from dcp.server.admin.routes.couchbase_routes import BLOCK_END
 from dcp.server.net.crowd import Crowd, Phase, PortLimits
 from support.admin_node import SmallNode
 from support.credentials import TestCa
-from support.raw_http import RawHttp, ask, login, request
+from support.raw_client import RawHttp, ask, login, request
 from support.waiting import until_so
 
 JSON = "content-type: application/json"

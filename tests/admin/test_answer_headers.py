@@ -8,7 +8,7 @@ import pytest
 
 from dcp.server.admin import AdminServer
 from support.admin_node import SmallNode
-from support.raw_http import RawHttp, ask, login, request
+from support.raw_client import RawHttp, ask, login, request
 
 STATUS = "/api/v1/status"
 BODY = b"0\r\n\r\n"

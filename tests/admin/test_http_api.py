@@ -24,7 +24,7 @@ from dcp.server.net.crowd import Crowd
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.admin_node import SmallNode
-from support.raw_http import login
+from support.raw_client import login
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 from dcp.server.access.metrics_token import MetricsToken, TokenError
 from dcp.server.admin.routes.probe_routes import prefers_openmetrics
 from dcp.server.report.metrics import METRICS
-from support.raw_http import login
+from support.raw_client import login
 from support.server import DcpdProcess
 from support.waiting import until
 

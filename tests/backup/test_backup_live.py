@@ -21,7 +21,7 @@ from clients.cli.restore_commands import bar
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode, Topology
 from dcp.wire.opcode import Opcode
-from support.backup_live import (
+from support.backup_pair import (
     Keys,
     backup,
     ends_of,

@@ -19,8 +19,7 @@ from clients.backup.export import Export
 from clients.backup.fold import fold
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
-from support.backup_live import backup, export, fill, restore
-from support.backup_pair import back_up, memory_archive, state_as_of
+from support.backup_pair import back_up, backup, export, fill, memory_archive, restore, state_as_of
 from support.memory_node import MemoryNode
 
 VB_IDS = (0, 1, 2)

@@ -16,8 +16,7 @@ from clients.backup.export import Export
 from clients.backup.fold import fold
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
-from support.backup_live import backup, fill
-from support.backup_pair import KilledError, back_up, memory_archive, state_as_of
+from support.backup_pair import KilledError, back_up, backup, fill, memory_archive, state_as_of
 from support.memory_node import MemoryNode
 
 VB_IDS = (0, 1)

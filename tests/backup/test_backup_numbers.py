@@ -17,7 +17,7 @@ from clients.testing import DcpServer
 from dcp.wire.frame import pack_request
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
-from support.backup_live import backup, restore
+from support.backup_pair import backup, restore
 from vbucket.model.ids import vbucket_of
 
 KEYS = [f"key-{number}" for number in range(500)]

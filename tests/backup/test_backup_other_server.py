@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from clients.backup.archives.archive import open_archive
-from support.backup_live import Keys, backup, fill, high_seqnos, lines, restore
+from support.backup_pair import Keys, backup, fill, high_seqnos, lines, restore
 from vbucket.model.ids import vbucket_of
 
 

@@ -45,7 +45,7 @@ from clients.link.topology import ClusterNode, Topology
 from dcp.wire.frame import RemoteProtocolError, pack_request
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
-from support.backup_live import (
+from support.backup_pair import (
     Keys,
     backup,
     ends_of,

@@ -10,7 +10,7 @@ from clients.address import parse_address
 from clients.kv.sync_client import SyncKv
 from clients.link.blocking_link import SyncLink
 from dcp.wire.opcode import Opcode
-from support.backup_live import backup, lines, restore
+from support.backup_pair import backup, lines, restore
 from support.subdoc_client import ACCESS_DELETED, XATTR, lookup_value, mutation_value, results
 from vbucket.model.ids import vbucket_of
 

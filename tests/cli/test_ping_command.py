@@ -11,7 +11,7 @@ import pytest
 from clients import Consumer, KvClient, WrongProtocolError
 from clients.link import blocking_link
 from dcp.server import listeners
-from support.node_here import node_here
+from support.cluster_here import node_here
 from support.server import DcpdProcess
 
 

@@ -21,7 +21,7 @@ from clients.kv.sync_client import SyncKv
 from clients.operation import Document
 from clients.sync import SyncConsumer
 from dcp.wire.message import pack_closed_time
-from support.node_here import node_here
+from support.cluster_here import node_here
 from support.server import DcpdProcess, ctl
 from vbucket.model.ids import vbucket_of
 

@@ -198,7 +198,7 @@ async def test_without_etcd_masters_go_on_and_status_says_so(cluster, kv):
 async def test_full_disk_stops_masters_writes_and_leaves_in_sync_sets(cluster, kv):
     if "c" not in cluster.disks:
         pytest.skip("a disk of its own is mounted by root only: run the tests as root")
-    from support.disks import fill
+    from support.forgetful_disk import fill
 
     (mine,) = keys_of(cluster, "c", 1, "full")
     (other,) = keys_of(cluster, "a", 1, "full")

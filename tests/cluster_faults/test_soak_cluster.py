@@ -15,8 +15,8 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from support.disks import small_disk
 from support.etcd_members import EtcdMembers
+from support.forgetful_disk import small_disk
 from support.waiting import until
 from tests.soak.cluster import faults, run
 from tests.soak.cluster.contents import _against_answers, _different

@@ -16,8 +16,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_here import ClusterHere
-from support.node_here import Client, until
+from support.cluster_here import Client, ClusterHere, until
 from vbucket.engine.partition import VbState
 
 VB, SERVED = 3, 4

@@ -14,14 +14,14 @@ from dcp.server.node import Node
 from dcp.server.operate import replicated_branches
 from dcp.server.operate.cluster_requests import MasterFailoverRequest
 from dcp.server.operate.replicated_branches import BranchUnknownError
-from support import raw_http
-from support.cluster_here import ClusterHere
-from support.raw_http import Answer
+from support import raw_client
+from support.cluster_here import PARTITIONS, ClusterHere
+from support.raw_client import Answer
 from support.server import ctl
 from support.waiting import until_so
 from vbucket.engine.partition import BranchRefusedError, Partition
 
-VB = 528
+VB = 16
 """The partition of the key "hello"."""
 
 
@@ -48,8 +48,8 @@ def uuids(node: Node, vb_id: int = VB) -> list[int]:
 
 async def ask(node: Node, path: str, body: object) -> Answer:
     """Send a request to a node's admin port."""
-    return await raw_http.ask(
-        node.ports.admin, "POST", f"/api/v1/vbuckets/{path}", raw_http.login(),
+    return await raw_client.ask(
+        node.ports.admin, "POST", f"/api/v1/vbuckets/{path}", raw_client.login(),
         "content-type: application/json", body=json.dumps(body).encode(),
     )  # fmt: skip
 
@@ -130,7 +130,7 @@ async def test_many_partitions_branch_together(tmp_path: Path) -> None:
                 for name, vb_ids in before.items()
                 for vb_id in vb_ids
             }
-            every = list(range(1024))
+            every = list(range(PARTITIONS))
             n1, n2 = cluster.nodes["n1"], cluster.nodes["n2"]
             answers = await asyncio.gather(
                 *(ask(node, "branch", {"vbs": every, "fraction": 0.5}) for node in (n1, n2))
@@ -144,8 +144,10 @@ async def test_many_partitions_branch_together(tmp_path: Path) -> None:
             ends = {vb_id: part_of(node, vb_id).high_seqno for vb_id in every}
             assert ends == {vb_id: seqno // 2 for vb_id, seqno in high.items()}, "both copies"
         port = n1.ports.kv
-        ran = await ctl(port, "vb", "branch", "--vb", "0-1023", "--at", "0")
-        assert ran.out == f"1024 partitions branched, {sum(ends.values())} changes undone\n", ran
+        ran = await ctl(port, "vb", "branch", "--vb", f"0-{PARTITIONS - 1}", "--at", "0")
+        assert (
+            ran.out == f"{PARTITIONS} partitions branched, {sum(ends.values())} changes undone\n"
+        ), ran
         assert not any(part.high_seqno for part in n2.engine.partitions)
         ran = await ctl(port, "vb", "branch", "--vb", "3-10", "--at", "1")
         assert (ran.code, ran.out) == (8, "0 partitions branched, 0 changes undone\n")
@@ -164,7 +166,7 @@ async def test_streams_and_faults_are_reached_from_any_node(tmp_path: Path) -> N
         async with Consumer(f"127.0.0.1:{ports[0]}", name="far") as consumer:
             reading = asyncio.create_task(anext(consumer.changes(), None))
             rows: set[int] = set()
-            while len(rows) < 1024:  # its streams are on two nodes
+            while len(rows) < PARTITIONS:  # its streams are on two nodes
                 ran = await ctl(ports[0], "stream", "list", "--each", "-o", "json")
                 rows = {json.loads(line)["vb"] for line in ran.out.splitlines()}
             ran = await ctl(ports[0], "stream", "stall", "--vb", str(vb_id))
@@ -178,7 +180,9 @@ async def test_streams_and_faults_are_reached_from_any_node(tmp_path: Path) -> N
             assert (await ctl(port, "fault", "list")).out.count("ETMPFAIL") == 1
         assert (await ctl(ports[1], "fault", "remove")).out == "removed 1 fault\n"
         for node in cluster.nodes.values():
-            faults = await raw_http.ask(node.ports.admin, "GET", "/api/v1/faults", raw_http.login())
+            faults = await raw_client.ask(
+                node.ports.admin, "GET", "/api/v1/faults", raw_client.login()
+            )
             assert faults.body["faults"] == []
 
 

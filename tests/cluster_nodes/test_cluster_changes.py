@@ -24,7 +24,7 @@ from failover.metadata.metastore import (
     Txn,
     if_created_at,
 )
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.server import Ran, ctl
 from support.waiting import until_so
 
@@ -55,7 +55,10 @@ async def whole_cluster_is_shown(cluster: ClusterHere) -> None:
     """Ask a node for `dcpctl status` and `top` that holds replicas only: documents count once."""
     port = cluster.nodes["n2"].ports.kv
     status = (await ctl(port, "status", "-o", "json")).document
-    assert (status["items"], status["partitions"]["active"]) == (100, 1024)
+    assert (status["items"], status["partitions"]["active"]) == (
+        100,
+        cluster.nodes["n2"].engine.num_vbuckets,
+    )
     assert status["health"] in {"healthy", "degraded"}, status["problems"]
     assert [node["name"] for node in status["nodes"]] == ["n1", "n2"]
     top = (await ctl(port, "top", "-o", "json")).document
@@ -102,7 +105,7 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster
     """Two members, and at first one copy of each partition, on n1. The tests that share them are
     made for any state that earlier ones leave. The first and the last one are what they are.
     """
-    async with ClusterHere(tmp_path_factory.mktemp("two")) as cluster:
+    async with ClusterHere(tmp_path_factory.mktemp("two"), partitions=1024) as cluster:
         await of_two(cluster)
         yield cluster
 
@@ -373,7 +376,7 @@ async def test_a_partition_moves_a_node_is_drained_and_removed(tmp_path: Path) -
             assert "partitions; empty it first" in await refused(cluster, "remove", "n2")
 
             await done(cluster, "drain", "n2", "--yes", "--wait")
-            await until_so(lambda: len(cluster.active("n1")) == 1024)
+            await until_so(lambda: len(cluster.active("n1")) == PARTITIONS)
             assert "drained" in await done(cluster, "status")
             assert "n2 is drained and gets no copy" in await refused(
                 cluster, "move", "7", "--to", "n2"
@@ -409,9 +412,11 @@ async def test_a_second_request_is_refused_while_a_plan_is_under_way(tmp_path: P
         status = cluster.nodes["n1"]._cluster_operations().status
         await until_so(lambda: status().plan is not None)
         error = await refused(cluster, "drain", "n2")
-        assert "rebalance is under way: 0 of 512 partitions are done" in error
+        assert f"rebalance is under way: 0 of {PARTITIONS // 2} partitions are done" in error
         assert "`dcpctl cluster cancel`" in error
-        assert "under way: rebalance, 0 of 512 partitions done" in await done(cluster, "status")
+        assert f"under way: rebalance, 0 of {PARTITIONS // 2} partitions done" in await done(
+            cluster, "status"
+        )
         assert "cancel rebalance" in await done(cluster, "rebalance", "--cancel", "--yes")
         assert "nothing to cancel" in await _when_over(cluster)
         assert set(map(tuple, records(cluster).values())) == {("n1",)}
@@ -436,7 +441,8 @@ async def test_rebalance_waits_for_a_new_node_and_names_one_down(
         monkeypatch.setattr(cluster_changes, "JOINED_S", 60.0)
         asked = asyncio.create_task(done(cluster, "rebalance", "--dry-run"))
         await cluster.become_member("n2")
-        assert "n2\t0 -> 512\t0 -> 512" in await asked
+        share = PARTITIONS // 2
+        assert f"n2\t0 -> {share}\t0 -> {share}" in await asked
 
 
 async def _when_over(cluster: ClusterHere) -> str:

@@ -15,7 +15,7 @@ from dcp.server.report import cluster_metrics
 from dcp.server.report.cluster_metrics import CLUSTER_METRICS
 from dcp.server.report.metrics import page
 from failover.rules.replication_record import ReplicationRecord
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 
 TROUBLES = (
@@ -64,7 +64,7 @@ async def check_healthy(cluster: ClusterHere) -> None:
         assert found["dcpd_metadata_store_seconds_count",] > 1
         masters = found["dcpd_cluster_copies", "master"]
         assert masters == len(cluster.active(name)) > 0
-        assert found["dcpd_cluster_copies", "replica"] == 1024 - masters
+        assert found["dcpd_cluster_copies", "replica"] == PARTITIONS - masters
         for peer in NAMES - {name}:
             # Its partitions are copied here, and the other way round.
             assert found["dcpd_link_received_bytes_total", peer] > 10_000
@@ -96,12 +96,16 @@ async def test_metrics_while_nodes_die(tmp_path: Path, caplog: pytest.LogCapture
         left = [cluster.nodes["n1"], cluster.nodes["n2"]]
         before = sum(metrics_of(node)["dcpd_elections_total", "clean"] for node in left)
         await cluster.kill("n3")
-        await until_so(lambda: sum(len(cluster.active(each)) for each in cluster.nodes) == 1024)
+        await until_so(
+            lambda: sum(len(cluster.active(each)) for each in cluster.nodes) == PARTITIONS
+        )
         await until_so(lambda: all(cluster.in_sync(each) == {2} for each in cluster.nodes))
         for node in left:
             await until_so(lambda n=node: metrics_of(n)["dcpd_cluster_nodes", "down"] == 1)
             await until_so(
-                lambda n=node: troubles_of(n) == {"dcpd_cluster_vbuckets_under_replicated": 1024}
+                lambda n=node: (
+                    troubles_of(n) == {"dcpd_cluster_vbuckets_under_replicated": PARTITIONS}
+                )
             )
         assert total(cluster, "dcpd_elections_total", "clean") >= before + died
         async with cluster.client("n1") as kv:

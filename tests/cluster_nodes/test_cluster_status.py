@@ -25,10 +25,10 @@ from failover.coordinator.records import FiguresRecord, MemberRecord
 from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from failover.rules.replication_record import create
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
-from vbucket.model.id_ranges import ids_in
+from vbucket.model.ids import ids_in
 
 
 def status_of(cluster: ClusterHere, name: str) -> ClusterReport:
@@ -95,7 +95,7 @@ async def test_roles_and_lags(tmp_path: Path) -> None:
         page = cluster.nodes["n2"]._cluster_operations().page()
         assert page.map is not None
         assert page.map.nodes == ["n1", "n2"]
-        assert len(page.map.masters) == 1024
+        assert len(page.map.masters) == PARTITIONS
         assert page.map.in_sync == [
             len(partition.in_sync) for partition in cluster.nodes["n2"]._cluster_operations().map()
         ]
@@ -173,7 +173,7 @@ async def test_partitions_with_all_copies_down_are_told_with_advice(
             )
         )
         entries = status_of(cluster, "n2").unwritable
-        assert sum(entry.count for entry in entries) == 1024
+        assert sum(entry.count for entry in entries) == PARTITIONS
         assert "so is every copy in sync: n1" in entries[0].why
         assert "--unclean" in entries[0].try_
 
@@ -273,7 +273,7 @@ async def test_empty_node_beside_its_dead_self_is_told_what_to_type(
             )
 
         await until_so(lambda: "node n3 runs at its address, with another data folder" in told())
-        assert "1024 copies are kept for n2" in told()
+        assert f"{PARTITIONS} copies are kept for n2" in told()
         assert "`dcpctl cluster remove n2` lets n3" in told()
         operations = cluster.nodes["n1"]._cluster_operations()
         await operations.changes.remove(NodeRequest(node="n2"))

@@ -27,8 +27,8 @@ from dcp.wire.status import Status
 from failover.coordinator.records import MemberRecord
 from failover.metadata.metastore import StoreRequest, StoreResult
 from failover.metadata.revision_store import RevisionStore
+from support.cluster_here import Client, node_here
 from support.memory_node import MemoryNode
-from support.node_here import Client, node_here
 from vbucket.engine.loading.loads import LoadTicket
 
 TOKEN = ClusterToken(cluster="ab" * 16, meta="embedded://127.0.0.1:20001", secret="s" * 43)

@@ -9,9 +9,8 @@ from clients.kv.client import KvClient
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_here import ClusterHere
-from support.disks import fill, small_disk
-from support.node_here import Client
+from support.cluster_here import Client, ClusterHere
+from support.forgetful_disk import fill, small_disk
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 

@@ -45,8 +45,8 @@ from failover.coordinator.records import (
 from failover.metadata.metastore import Put, Range, RangeResult, Txn
 from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
+from support.cluster_here import node_here
 from support.memory_node import MemoryNode
-from support.node_here import node_here
 
 TOKEN = ClusterToken(cluster="ab" * 16, meta="embedded://127.0.0.1:20001", secret="s" * 43)
 PROOF = proof_of(TOKEN.cluster, TOKEN.secret)

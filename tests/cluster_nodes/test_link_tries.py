@@ -36,9 +36,8 @@ from failover.coordinator.records import (
     encode_record,
 )
 from failover.metadata.metastore import Delete, Put, Range, RangeResult, Txn
-from support.cluster_here import CLUSTER, SECRET, ClusterHere
+from support.cluster_here import CLUSTER, SECRET, Client, ClusterHere, node_here
 from support.credentials import TestCa
-from support.node_here import Client, node_here
 from support.waiting import until_so
 
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())

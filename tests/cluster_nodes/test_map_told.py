@@ -25,9 +25,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import ClusterKeys, encode_record
 from failover.metadata.metastore import Put, Txn
-from support.cluster_here import ClusterHere
-from support.node_here import Client
-from support.raw_http import GIVE_UP_S, RawHttp, login, request
+from support.cluster_here import Client, ClusterHere
+from support.raw_client import GIVE_UP_S, RawHttp, login, request
 from support.waiting import until_so
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,7 +38,7 @@ ASKED_MAX = 20_000
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterHere]:
     """Two nodes with two copies. The tests change the cluster's record only."""
-    async with ClusterHere(tmp_path_factory.mktemp("two")) as cluster:
+    async with ClusterHere(tmp_path_factory.mktemp("two"), partitions=1024) as cluster:
         await cluster.start("n1")
         await cluster.become_member("n1", copies=2)
         await cluster.start("n2")

@@ -15,7 +15,7 @@ from failover.coordinator.plans.request_answers import Answer, Prepared, Stamp
 from failover.coordinator.plans.requests import drain, rebalance, remove, set_cluster
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 
 
@@ -79,7 +79,7 @@ async def test_partitions_move_under_load_and_drained_node_is_removed(tmp_path: 
         n2 = await cluster.become_member("n2")
         n1 = cluster.nodes["n1"]
         await until_so(lambda: len(view_of(n1).members) == len(view_of(n1).alive) == 2)
-        assert len(cluster.active("n1")) == 1024, "nothing moves before somebody asks"
+        assert len(cluster.active("n1")) == PARTITIONS, "nothing moves before somebody asks"
         answered: dict[bytes, int] = {}
         stop = asyncio.Event()
         async with cluster.client("n1") as kv:
@@ -88,7 +88,11 @@ async def test_partitions_move_under_load_and_drained_node_is_removed(tmp_path: 
             before = versions(cluster)
 
             await written(cluster, rebalance(view_of(n1), next(stamps)))
-            await until_so(lambda: len(cluster.active("n1")) == len(cluster.active("n2")) == 512)
+            await until_so(
+                lambda: (
+                    [len(cluster.active(name)) for name in ("n1", "n2")] == [PARTITIONS // 2] * 2
+                )
+            )
             assert versions(cluster) == before, "a move begins no version"
 
             await written(cluster, set_cluster(view_of(n2), next(stamps), copies=2, min_in_sync=2))
@@ -97,7 +101,7 @@ async def test_partitions_move_under_load_and_drained_node_is_removed(tmp_path: 
             assert mastership.min_in_sync == 2, "live, and n1's file does not say so"
 
             await written(cluster, drain(view_of(n2), "n1", next(stamps)))
-            await until_so(lambda: len(cluster.active("n2")) == 1024)
+            await until_so(lambda: len(cluster.active("n2")) == PARTITIONS)
             assert versions(cluster) == before
             await until_so(lambda: held(n1) == 0)
             stop.set()

@@ -36,8 +36,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import AliveRecord, ClockRecord, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
-from support.cluster_here import CLUSTER, ClusterHere, LoopMetaStore
-from support.node_here import Client, plain
+from support.cluster_here import CLUSTER, PARTITIONS, Client, ClusterHere, LoopMetaStore, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 
@@ -61,7 +60,7 @@ async def test_a_node_with_data_becomes_the_first_member_and_keeps_it(tmp_path: 
         # A consumer of the single node goes on: the versions of its changes are in the new logs.
         for part, vb_uuid in zip(cluster.nodes["n1"].engine.partitions, versions, strict=True):
             known = [pair[0] for pair in part.failover.pairs()]
-            assert (vb_uuid in known) == (part.vb_id == vbucket_of("before"))
+            assert (vb_uuid in known) == (part.vb_id == vbucket_of("before", PARTITIONS))
 
 
 async def test_a_node_with_documents_does_not_join(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(three: Cluste
         await until_so(lambda: all(answered[k] > n for k, n in answered_before.items()))
         stop.set()
         await asyncio.gather(*writers)
-        await until_so(lambda: sum(len(cluster.active(n)) for n in cluster.nodes) == 1024)
+        await until_so(lambda: sum(len(cluster.active(n)) for n in cluster.nodes) == PARTITIONS)
         for key, turn in answered.items():
             assert int((await kv.get(key)).value) >= turn, key
         # The node comes back as a replica, gets what it lacks, and then its partitions.
@@ -148,7 +147,7 @@ async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(three: Cluste
         await cluster.until_all_in_sync(3)
         for key, turn in answered.items():
             assert int((await kv.get(key)).value) >= turn, key
-    for vb_id in range(1024):
+    for vb_id in range(PARTITIONS):
         ends = {
             (part.high_seqno, part.vb_uuid)
             for node in cluster.nodes.values()
@@ -302,10 +301,10 @@ async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> Non
                 orders = kv.collection(f"_default.{made}")
                 await orders.set_many({b"k%d" % number: b"v" for number in range(50)})
                 assert len(await orders.get_many([b"k%d" % number for number in range(50)])) == 50
-            await until_so(lambda: len(cluster.active("n2")) > 500)
+            await until_so(lambda: len(cluster.active("n2")) > PARTITIONS // 2 - 4)
             await cluster.kill("n1")
         async with cluster.client("n2") as kv:
-            await until_so(lambda: len(cluster.active("n2")) == 1024)
+            await until_so(lambda: len(cluster.active("n2")) == PARTITIONS)
             two = kv.collection("_default.two")
             assert len(await two.get_many([b"k%d" % number for number in range(50)])) == 50
 

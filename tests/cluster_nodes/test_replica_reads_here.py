@@ -17,7 +17,7 @@ from clients.spark.fetch import fetch
 from clients.spark.plan import PlanStep
 from dcp.session.streams import DcpCommands
 from dcp.wire.frame import Frame
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.server import ctl
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
@@ -75,7 +75,8 @@ async def test_masters_carry_nothing_and_a_death_leaves_no_gap(tmp_path: Path) -
             wanted = await write(cluster, b"first")
             await until_so(lambda: seen.values == wanted or following.done())
             # Where a copy was passed over, because it was not ready, for RETURN_S at most.
-            await until_so(lambda: streams(cluster) == {VbState.ACTIVE: 0, VbState.REPLICA: 1024})
+            of_copies = {VbState.ACTIVE: 0, VbState.REPLICA: PARTITIONS}
+            await until_so(lambda: streams(cluster) == of_copies)
 
             writing = asyncio.create_task(write(cluster, b"second"))
             await cluster.kill("n3")
@@ -112,7 +113,7 @@ async def test_positions_are_those_of_masters_and_rollbacks_too(tmp_path: Path) 
         assert len(seen.seqnos) == 4 * KEYS
         assert seen.rollbacks == []
 
-        vb_id = 528
+        vb_id = 16  # of the key "hello"
         async with cluster.client("n1") as kv:
             for _ in range(4):
                 await kv.set(b"hello", b"world")

@@ -21,11 +21,9 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import ClusterKeys
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
-from support.cluster_here import CLUSTER, ClusterHere, LoopClient
-from support.node_here import Client, plain
+from support.cluster_here import CLUSTER, PARTITIONS, Client, ClusterHere, LoopClient, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
-from vbucket.model.ids import NUM_VBUCKETS
 
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
 SOON_S = 2.0
@@ -213,7 +211,7 @@ async def test_events_of_a_new_collection_are_committed_by_its_answer(
                 for part in node.engine.partitions
                 if part.state == VbState.ACTIVE
             ]
-            assert len(masters) == NUM_VBUCKETS
+            assert len(masters) == PARTITIONS
             assert all(part.committed_seqno == part.high_seqno > 0 for part in masters)
 
 

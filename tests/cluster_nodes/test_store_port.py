@@ -18,7 +18,7 @@ from dcp.server.cluster.meta_access import MetaUrlError, place_of
 from dcp.server.main import ExitCode
 from dcp.server.net import fixed_port
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN
-from support.node_here import node_here
+from support.cluster_here import node_here
 
 
 class Drawn(random.Random):

@@ -19,9 +19,8 @@ from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_here import SECRET, ClusterHere
+from support.cluster_here import PARTITIONS, SECRET, Client, ClusterHere
 from support.credentials import TestCa
-from support.node_here import Client
 from support.server import ctl
 from support.waiting import until_so
 
@@ -188,12 +187,12 @@ async def test_wrong_secret_is_told_by_every_node_and_waiting_plan(
             plan = operations.status().plan
             return {} if plan is None else plan.waits_for
 
-        await until_so(lambda: waits_for().get("n2", 0) == 512)
+        await until_so(lambda: waits_for().get("n2", 0) == PARTITIONS // 2)
         for node in (n1, n2):
             assert "node n2 has no link to node n1" in problems(node)
             assert "The secret in cluster.json and --cluster-tls must be the same" in problems(node)
         ran = await ctl(n1.ports.kv, "cluster", "status")
-        assert "512 copies wait for n2, which has no link to their master" in ran.out
+        assert f"{PARTITIONS // 2} copies wait for n2, which has no link to their master" in ran.out
         # With the right one it is let in, however often it failed before.
         await n2.stop()
         await until_so(lambda: "has no link" not in problems(n1))
@@ -202,5 +201,7 @@ async def test_wrong_secret_is_told_by_every_node_and_waiting_plan(
         write_cluster_file(tmp_path / "n2", msgspec.structs.replace(content, secret=SECRET))
         await cluster.start("n2")
         await until_so(lambda: operations.status().plan is None)
-        await until_so(lambda: len(cluster.active("n2")) == 512)  # the last ones are confirmed
+        await until_so(
+            lambda: len(cluster.active("n2")) == PARTITIONS // 2
+        )  # the last ones are confirmed
         assert "has no link" not in problems(n1)

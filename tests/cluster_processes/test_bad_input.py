@@ -21,9 +21,9 @@ from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
 from dcp.server.main import ExitCode
+from support.cluster_here import PARTITIONS
 from support.credentials import TestCa
-from support.etcd_members import EtcdMembers
-from support.other_etcd import other_etcd
+from support.etcd_members import EtcdMembers, other_etcd
 from support.server import STATUS, dcpctl, done, refused
 from support.waiting import until
 
@@ -188,7 +188,7 @@ def test_an_etcd_that_is_full(alone: DcpServer, stores: Stores) -> None:
 def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
     with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
         token = done(a, "init", "--copies", "3", "--name", "a").strip()
-        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        until(lambda: a.ask("GET", STATUS)["served_here"] == PARTITIONS)
         # More copies than nodes: it runs with what there is, and says so.
         assert "3 copies are wanted, but the number of nodes is 1" in done(a, "status")
         with a.connect() as kv:
@@ -241,7 +241,7 @@ def test_a_node_without_a_link_each_way_does_not_join(tmp_path: Path) -> None:
 
     with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b", *unreached) as b:
         token.write_text(done(a, "init", "--copies", "3", "--name", "a"))
-        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        until(lambda: a.ask("GET", STATUS)["served_here"] == PARTITIONS)
         members = a.ask("GET", STATUS)["nodes"]
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(refused, b, "join", "--token-file", str(token), "--name", "b")

@@ -20,8 +20,9 @@ from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
 from clients.mirror.mirror import Mirror
 from clients.operation import vbucket_of
-from support.cluster_processes import ClusterProcesses
+from support.cluster_here import PARTITIONS
 from support.load import ClusterLoad
+from support.server import ClusterProcesses
 from support.waiting import until_so
 
 pytestmark = pytest.mark.crash
@@ -59,7 +60,7 @@ async def keys_of(kv: KvClient, cluster: ClusterProcesses, name: str, count: int
     topology = kv.topology
     assert topology is not None
     keys = (f"key-{number}" for number in range(10_000))
-    at_node = (key for key in keys if topology.node_of(vbucket_of(key)).kv_port == port)
+    at_node = (key for key in keys if topology.node_of(vbucket_of(key, PARTITIONS)).kv_port == port)
     return [next(at_node) for _ in range(count)]
 
 
@@ -83,7 +84,7 @@ class Copy:
                 rows.append((event.seqno, event.key, value))
 
     def value(self, key: bytes) -> bytes | None:
-        rows = self.versions.get(vbucket_of(key), [])
+        rows = self.versions.get(vbucket_of(key, PARTITIONS), [])
         return next((value for _, known, value in reversed(rows) if known == key), None)
 
 
@@ -114,7 +115,9 @@ async def test_reads_writes_and_consumers_go_through_freeze_and_kill(
         keys = await keys_of(kv, cluster, "c", 8)
         whole = await stack.enter_async_context(following(address))
         # The only connection of this one is with the node that will stand still.
-        part = await stack.enter_async_context(following(address, [vbucket_of(keys[0])]))
+        part = await stack.enter_async_context(
+            following(address, [vbucket_of(keys[0], PARTITIONS)])
+        )
         load = ClusterLoad(kv)
         await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
         for key in keys:

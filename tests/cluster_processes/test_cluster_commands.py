@@ -18,6 +18,7 @@ from clients.errors import AuthenticationError
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
+from support.cluster_here import PARTITIONS
 from support.etcd_members import IS_MISSING, EtcdMembers
 from support.server import STATUS, ctl, done, refused
 from support.waiting import until
@@ -62,7 +63,7 @@ def test_commands_make_a_cluster_that_survives_a_dead_node(
             assert kv.get(b"k").value == b"v"
         assert done(a, "token").strip() == token
         assert "member already" in refused(a, "init")
-        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        until(lambda: a.ask("GET", STATUS)["served_here"] == PARTITIONS)
         user = {"name": "ada", "password": "lovelace"}
         a.ask("POST", "/api/v1/users", user)  # changes are refused until the restart only
 
@@ -87,11 +88,11 @@ def test_commands_make_a_cluster_that_survives_a_dead_node(
 
         def is_complete() -> bool:
             status = json.loads(done(a, "status", "-o", "json"))
-            return status["in_sync_sizes"] == {"2": 1024}
+            return status["in_sync_sizes"] == {"2": PARTITIONS}
 
         until(is_complete)
         rows = [json.loads(line) for line in done(b, "map", "-o", "json").splitlines()]
-        assert [row["vb"] for row in rows] == list(range(1024))
+        assert [row["vb"] for row in rows] == list(range(PARTITIONS))
         assert all(sorted(row["in_sync"]) == ["first", "second"] for row in rows)
         assert len(a.ask("GET", "/pools/default")["nodes"]) == 2
         with a.connect() as kv:
@@ -100,7 +101,7 @@ def test_commands_make_a_cluster_that_survives_a_dead_node(
         if IS_MISSING:
             pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
         a.kill()
-        until(lambda: b.ask("GET", STATUS)["served_here"] == 1024)
+        until(lambda: b.ask("GET", STATUS)["served_here"] == PARTITIONS)
         assert "node first" in done(b, "status")
         with b.connect() as kv:
             for number in range(100):
@@ -346,7 +347,7 @@ def test_containers_become_members_with_a_password_file(
 def test_the_process_of_a_removed_node_ends_with_0_and_says_why(tmp_path: Path) -> None:
     with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
         token = done(a, "init", "--copies", "1", "--name", "first").strip()
-        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        until(lambda: a.ask("GET", STATUS)["served_here"] == PARTITIONS)
         done(b, "join", "--token", token, "--name", "second")
         until(lambda: all(node["is_alive"] for node in a.ask("GET", STATUS)["nodes"]))
         process = b._process

@@ -16,8 +16,8 @@ from dcp.session.kv.updates import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_processes import ClusterProcesses
 from support.raw_client import RawClient
+from support.server import ClusterProcesses
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 from vbucket.model.manifest import encode_leb128

@@ -11,7 +11,7 @@ import pytest
 from clients.kv.client import KvClient
 from clients.testing import DcpServer
 from dcp.server.main import ExitCode
-from support.cluster_processes import ClusterProcesses
+from support.server import ClusterProcesses
 
 pytestmark = pytest.mark.crash
 

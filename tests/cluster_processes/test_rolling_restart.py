@@ -11,9 +11,10 @@ from typing import Final
 import pytest
 
 from clients.kv.client import KvClient
-from support.cluster_processes import ClusterProcesses
+from support.cluster_here import PARTITIONS
 from support.etcd_members import EtcdMembers
 from support.load import ClusterLoad
+from support.server import ClusterProcesses
 from support.waiting import until_so
 
 pytestmark = pytest.mark.crash
@@ -59,7 +60,7 @@ class Counting:
 
 
 async def failover_logs(kv: KvClient) -> list[object]:
-    return await asyncio.gather(*(kv.failover_log(vb_id) for vb_id in range(1024)))
+    return await asyncio.gather(*(kv.failover_log(vb_id) for vb_id in range(PARTITIONS)))
 
 
 def elections(cluster: ClusterProcesses) -> list[str]:

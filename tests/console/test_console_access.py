@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Page, expect
 
-from support.following import Following
+from support.load import Following
 
 PAGES = (
     "Overview", "Cluster", "Partitions", "Documents", "Changes", "Consumers", "Collections",

@@ -20,8 +20,8 @@ from dcp.server.operate.document_desk import StoredVersion
 from dcp.session.access.rights import FULL_RIGHTS, Rights, Role, Scope
 from dcp.session.kv.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
-from support.node_here import node_here
-from support.raw_http import ask, login
+from support.cluster_here import node_here
+from support.raw_client import ask, login
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import Hold, Partition
 from vbucket.model.entry import seqno_of

@@ -14,9 +14,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from clients.testing import DcpServer
-from support.cluster_processes import ClusterProcesses
-from support.following import Following
-from support.server import DcpdProcess
+from support.load import Following
+from support.server import ClusterProcesses, DcpdProcess
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 
@@ -37,7 +36,7 @@ FIND: Final = """async (rules) => (await axe.run(document, {runOnly: rules})).vi
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
-    with ClusterProcesses(tmp_path_factory.mktemp("looks")) as cluster:
+    with ClusterProcesses(tmp_path_factory.mktemp("looks"), partitions=1024) as cluster:
         until(lambda: len(cluster.alive()) == 3)
         cluster.rebalance()
         cluster.until_in_sync(3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from support.following import Following
+from support.load import Following
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.crash

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from support.following import Following
+from support.load import Following
 from support.server import DcpdProcess
 
 PASSWORD = "correct-horse-battery"

@@ -26,8 +26,8 @@ from dcp.session.access.rights import EVERYTHING, Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
-from support.node_here import Client, node_here, plain, until
-from support.raw_http import RawHttp, ask, login, request
+from support.cluster_here import Client, node_here, plain, until
+from support.raw_client import RawHttp, ask, login, request
 from vbucket.engine.partition import Hold
 from vbucket.engine.read_view import ReadView
 from vbucket.model.ids import vbucket_of

@@ -246,7 +246,7 @@ REPLICATION = (
     ),
     Mutation(
         "told-watermark-outlives-a-truncation",
-        "            self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)\n",
+        "            self._seqnos[vb_id] = min(self._seqnos[vb_id], seqno)\n",
         "            pass\n",
         ("test_replica",),
     ),
@@ -288,7 +288,7 @@ REPLICATION = (
     ),
     Mutation(
         "told-watermark-outlives-an-epoch",
-        "        self._cap_announced(part, part.high_seqno)\n",
+        "        self._watermarks.announced.cap(part.vb_id, part.high_seqno)\n",
         "",
         ("test_replica",),
     ),

@@ -244,8 +244,8 @@ MUTATIONS = (
     ),
     Mutation(
         "slow-disk-stops-the-loop",
-        "        self._avoiding = self._avoids_next\n",
-        "        self._avoiding = 0\n",
+        "        self.avoiding = self._avoids_next\n",
+        "        self.avoiding = 0\n",
         ("test_committer",),
     ),
     Mutation(
@@ -257,7 +257,7 @@ MUTATIONS = (
     ),
     Mutation(
         "thread-writes-while-zeros-are-written",
-        "if self._group_thread is None or self._is_reserving or not job.is_synced:\n",
+        "if self._group_thread is None or self.ahead.is_reserving or not job.is_synced:\n",
         "if self._group_thread is None or not job.is_synced:\n",
         ("test_log_thread",),
         needs_loops=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.report.change_ages import ROWS_MAX, ChangeAges
+from dcp.server.report.consumer_watch import ROWS_MAX, ChangeAges
 
 
 def sampled(*rows: tuple[float, list[int]]) -> ChangeAges:

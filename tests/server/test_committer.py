@@ -13,15 +13,42 @@ import pytest_asyncio
 from dcp.core.groups import GroupCycle, Published
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
-from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
+from dcp.server.storage import log_ahead
+from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
+from dcp.server.storage.log_ahead import LogAhead, Retries
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
+from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.device_memory import MEMORY_AHEAD_BYTES
 from vbucket.log.end_mark import read_marks
 from vbucket.log.recovery import recover
 
 VB = 7
+
+
+class Told(LogEvents):
+    """Notes what the committer tells."""
+
+    has_replicas = True
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.segments: list[int] = []
+        self.why: list[str] = []
+        self.errors: list[Exception] = []
+
+    def begun(self, group: CommitGroup) -> None:
+        self.groups.append(group.number)
+
+    def rotated(self, segment: int) -> None:
+        self.segments.append(segment)
+
+    def full(self, why: str) -> None:
+        self.why.append(why)
+
+    def failed(self, error: Exception) -> None:
+        self.errors.append(error)
 
 
 class Server:
@@ -38,24 +65,18 @@ class Server:
         self.engine, self.device = self.node.engine, self.node.device
         self.engine.keyspace.memtable_bytes_max = memtable_bytes
         self.committed: list[int] = []
-        self.begun: list[int] = []
-        self.rotated: list[int] = []
-        self.full: list[str] = []
-        self.failures: list[Exception] = []
+        self.told = Told()
+        self.told.published = self._commit  # type: ignore[method-assign]
+        self.rotated = self.told.segments
+        self.begun, self.full, self.failures = self.told.groups, self.told.why, self.told.errors
         self.cycle = GroupCycle(self.engine, self.node.hub, syncs_groups=syncs_groups)
         self.committer = Committer(
             self.cycle,
             self.node.writer,
-            finds_room=syncs_groups,
-            on_publish=self._commit,
-            on_begin=lambda group: self.begun.append(group.number),
-            on_rotated=self.rotated.append,
-            on_full=self.full.append,
-            on_failure=self.failures.append,
+            self.told,
+            LogAhead(self.device, finds_room=syncs_groups, room_bytes_min=room_bytes_min),
             sync_seconds=Histogram(),
-            retry_first_s=0.001,
-            retry_max_s=0.004,
-            room_bytes_min=room_bytes_min,
+            retries=Retries(0.001, 0.004),
         )
         self.committer.start()
         self.is_stopped = False
@@ -168,7 +189,7 @@ async def test_the_loop_does_not_wait_for_a_slow_disk_again_and_again(
         return len(by_loop) - 1
 
     server.node.writer.sync_unmarked = noted  # type: ignore[method-assign]
-    first, most = module.AVOIDING_GROUPS, module.AVOIDING_GROUPS_MAX
+    first, most = log_ahead.AVOIDING_GROUPS, log_ahead.AVOIDING_GROUPS_MAX
     monkeypatch.setattr(module, "SLOW_SYNC_NS", 0)  # each sync is slow
     assert [await avoided() for _ in range(4)] == [0, first, 2 * first, 4 * first]
     while await avoided() < most:
@@ -271,7 +292,7 @@ async def test_the_next_segment_is_prepared_as_fast_as_this_one_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PREPARED_FROM_BYTES", 10_000)
-    monkeypatch.setattr(module, "PREPARE_BYTES", MEMORY_AHEAD_BYTES)
+    monkeypatch.setattr(log_ahead, "PREPARE_BYTES", MEMORY_AHEAD_BYTES)
     server = Server(memtable_bytes=40_000)
     device = server.device
     count = 0
@@ -281,7 +302,7 @@ async def test_the_next_segment_is_prepared_as_fast_as_this_one_grows(
         count += 1
         server.set(b"%d" % count, size)
         await server.until(lambda: len(server.committed) >= count)
-        await server.until(lambda: server.committer._preparing is None)
+        await server.until(lambda: not server.committer.ahead.is_preparing)
 
     while device.current_bytes < 10_000:
         assert device.prepared_bytes == 0
@@ -313,14 +334,14 @@ async def test_a_disk_that_takes_no_zeros_is_asked_once_per_segment(
     for number in range(3):
         server.set(b"%d" % number)
         await server.until(lambda: len(server.committed) > number)  # noqa: B023
-        await server.until(lambda: server.committer._preparing is None)
+        await server.until(lambda: not server.committer.ahead.is_preparing)
     assert len(asked) == 1
     server.cycle.begin_merge()
     server.set(b"more")
     await server.until(lambda: server.rotated)
     server.set(b"after")
     await server.until(lambda: len(asked) == 2)
-    await server.until(lambda: server.committer._preparing is None)
+    await server.until(lambda: not server.committer.ahead.is_preparing)
     server.committer.stop()
 
 
@@ -329,7 +350,7 @@ async def test_small_groups_find_room_ahead(server: Server) -> None:
     for number in range(60):
         server.set(b"k%d" % number, 20)
         await server.committer.drain()
-        await server.until(lambda: not server.committer._is_reserving)
+        await server.until(lambda: not server.committer.ahead.is_reserving)
         rooms.append(server.device.room_bytes)
     assert min(rooms) >= MEMORY_AHEAD_BYTES // 2
     assert server.device.current_bytes > 3 * MEMORY_AHEAD_BYTES
@@ -341,7 +362,7 @@ async def test_a_disk_without_room_ahead_is_asked_once_per_segment(server: Serve
     for number in range(30):
         server.set(b"k%d" % number, 40)
         await server.committer.drain()
-        await server.until(lambda: not server.committer._is_reserving)
+        await server.until(lambda: not server.committer.ahead.is_reserving)
     assert (asked, server.device.room_bytes) == ([1], 0)
 
 
@@ -381,11 +402,11 @@ async def test_a_due_sync_comes_before_the_next_group() -> None:
             server.cycle.sync_soon()
 
     server.device.sync = noted_sync  # type: ignore[method-assign]
-    server.committer._on_publish = commit
+    server.told.published = commit
     server.set(b"first", LARGE)
     await server.until(lambda: len(server.committed) >= 5)
     assert synced_after == [1]
-    server.committer._on_publish = server._commit
+    server.told.published = server._commit
     await server.committer.drain()
     server.committer.stop()
 
@@ -395,7 +416,7 @@ async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, 
     def fail(_: Published) -> None:
         raise MemoryError("no memory to wake anybody")
 
-    server.committer._on_publish = fail
+    server.told.published = fail
     server.set(b"k", size)
     await server.until(lambda: server.failures)
     assert isinstance(server.failures[0], MemoryError)
@@ -472,7 +493,7 @@ async def test_a_mark_of_a_sync_without_a_group_is_synced() -> None:
 
 
 async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Server) -> None:
-    commit = server.committer._on_publish
+    commit = server.told.published
 
     def publish(published: Published) -> None:
         commit(published)
@@ -487,7 +508,7 @@ async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Ser
         append(data)
 
     append = server.device.append
-    server.committer._on_publish = publish
+    server.told.published = publish
     server.set(b"small")
     await server.until(lambda: server.committer.full_why)
     assert server.committed == [1]

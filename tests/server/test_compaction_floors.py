@@ -12,6 +12,7 @@ import pytest
 
 from dcp.server.config.settings import Settings
 from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.storage.waiters import CommitWaiters
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.lifecycle import purge
@@ -31,8 +32,9 @@ class Compacting:
         self.node = MemoryNode()
         unused: Any = None
         self.work = Compaction(
-            self.node.engine, self.node.floors, self.node.hub, unused, unused, unused, unused,
-            unused, unused, Settings(), kick=self.node.commit, refresh_store=unused,
+            self.node.engine, self.node.floors, self.node.hub,
+            CommitWaiters(self.node.engine, self.node.commit), unused, unused, unused, unused,
+            unused, Settings(),
         )  # fmt: skip
 
     def set(self, *names: str) -> None:

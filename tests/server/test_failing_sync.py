@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.storage.committer import AVOIDING_GROUPS_MAX
+from dcp.server.storage.log_ahead import AVOIDING_GROUPS_MAX
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

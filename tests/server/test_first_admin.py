@@ -11,7 +11,7 @@ import pytest
 
 from dcp.server.access.first_admin import FIRST_ADMIN
 from dcp.server.access.users import USERS_FILE, Users
-from support.raw_http import login
+from support.raw_client import login
 from support.server import DcpdProcess
 
 

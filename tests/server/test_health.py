@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcp.server.observe.meter import REFUSAL_KINDS
-from dcp.server.storage.backpressure import Pressure
-from dcp.server.storage.health import LOG_FULL_TEXT, READ_ONLY_TEXT, Health
+from dcp.server.storage.health import LOG_FULL_TEXT, READ_ONLY_TEXT, Health, Pressure
 from support.memory_node import MemoryNode
 from vbucket.engine.partition import Hold
 

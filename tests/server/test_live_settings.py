@@ -10,7 +10,7 @@ import pytest
 
 from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
-from support.node_here import node_here
+from support.cluster_here import node_here
 
 CHANGES = {
     "compact_interval": "3s", "connections_max": "50", "connections_per_user_max": "7",

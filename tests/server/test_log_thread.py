@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import pytest_asyncio
@@ -18,9 +18,10 @@ import pytest_asyncio
 from dcp.core.groups import GroupCycle, Published
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
-from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
+from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
+from dcp.server.storage.log_ahead import LogAhead, Retries
 from dcp.server.storage.log_thread import start_group_thread
-from support.disks import draw_salt
+from support.forgetful_disk import draw_salt
 from support.memory_node import MemoryNode
 from support.waiting import until
 from vbucket.engine.engine import SET
@@ -62,17 +63,16 @@ class Files:
         self.published: list[Published] = []
         self.full: list[str] = []
         self.failures: list[Exception] = []
+        self.told: Any = LogEvents()
+        self.told.published, self.told.full = self.published.append, self.full.append
+        self.told.failed = self.failures.append
         self.committer = Committer(
             GroupCycle(self.node.engine, self.node.hub, syncs_groups=True),
             self.writer,
-            finds_room=True,
-            on_publish=self.published.append,
-            on_rotated=lambda _: None,
-            on_full=self.full.append,
-            on_failure=self.failures.append,
+            self.told,
+            LogAhead(self.device, finds_room=True),
             sync_seconds=Histogram(),
-            retry_first_s=0.001,
-            retry_max_s=0.004,
+            retries=Retries(0.001, 0.004),
         )
         append = self.device.append
 
@@ -87,7 +87,7 @@ class Files:
         key = b"\0" + key
         self.give(key, size)
         await self.committer.drain()
-        await self.until(lambda: not self.committer._is_reserving)  # meanwhile Python writes
+        await self.until(lambda: not self.committer.ahead.is_reserving)  # meanwhile Python writes
 
     def give(self, key: bytes, size: int) -> None:
         assert self.node.engine.store(SET, VB, key, key + bytes(size), 0, 0, 0, 0)[0] == 0
@@ -162,22 +162,22 @@ async def test_while_zeros_are_written_python_writes_the_groups(files: Files) ->
 
 async def test_no_zeros_are_written_while_the_thread_writes(files: Files) -> None:
     """Answers leave within `_publish`, and a client's next write may begin the next group there."""
-    publish = files.committer._on_publish
+    publish = files.told.published
 
     def and_go_on(published: Published) -> None:
         publish(published)
         if len(files.published) == 1:
-            files.committer._room_bytes_min = 1 << 60
+            files.committer.ahead.room_bytes_min = 1 << 60
             files.give(b"\0large", LARGE)
             files.committer._is_scheduled = False
             files.committer.kick_now()
 
-    files.committer._on_publish = and_go_on
+    files.told.published = and_go_on
     files.give(b"\0small", 3)
     files.committer._is_scheduled = False
     files.committer.kick_now()
     assert files.committer._aside is not None
-    assert not files.committer._is_reserving
+    assert not files.committer.ahead.is_reserving
     await files.until(lambda: len(files.published) == 2)
     assert files.failures == []
 

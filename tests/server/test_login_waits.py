@@ -21,7 +21,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.node_here import TIMEOUT_S, Client, node_here, plain, until
+from support.cluster_here import TIMEOUT_S, Client, node_here, plain, until
 
 NOOP = pack_request(Opcode.NOOP)
 
@@ -167,7 +167,7 @@ async def test_a_connection_that_goes_away_meanwhile_is_not_logged_in(
             await derivations.has_begun.wait()
             # While reading is paused, nobody sees that a client has closed.
             for connection in tuple(node.connections):
-                if connection.session.state.login is not None:
+                if connection.session.state.login.request is not None:
                     connection.abort("a test")
             assert await gone.receive() is None
         await until(lambda: len(node.connections) == 1)
@@ -260,7 +260,9 @@ async def test_a_session_that_waits_is_not_tried_again_and_again(
         await derivations.has_begun.wait()
         for _ in range(20):
             await other.ask(NOOP)
-        (waiting,) = (c.session for c in node.connections if c.session.state.login is not None)
+        (waiting,) = (
+            c.session for c in node.connections if c.session.state.login.request is not None
+        )
         assert resumed.count(waiting) == 1
         derivations.may_end.set()
         assert await client.receive() is not None

@@ -19,15 +19,15 @@ from dcp.core.store_schedule import (
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.storage import merging
-from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
+from dcp.server.storage.health import Backpressure, Health, Pressure
 from dcp.server.storage.merging import CHECK_S, MergeTroubleError, Merging
 from dcp.server.storage.process import store_queue
 from dcp.server.storage.process.store_process import StoreProcessDiedError
-from dcp.server.storage.process.store_queue import StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
+from dcp.server.storage.waiters import CommitWaiters
+from support.cluster_here import until
 from support.memory_node import MemoryNode
-from support.node_here import until
 from vbucket.engine.engine import SET
 from vbucket.log.record import LogDamagedError
 from vbucket.model.ids import NUM_VBUCKETS
@@ -72,6 +72,16 @@ class Process:
         return True
 
 
+class Pressed(Backpressure):
+    """Counts how often merging says that there may be room."""
+
+    updates = 0
+
+    def update(self) -> None:
+        self.updates += 1
+        super().update()
+
+
 class Shell:
     """What merging needs of a server. `starts` is what comes of starting store processes."""
 
@@ -80,21 +90,18 @@ class Shell:
         self.starts = list(starts)
         self.meter = Meter()
         self.said: list[str] = []
-        self.merged = self.asked_again = 0
+        self.asked_again = 0
         log: Any = self
         start: Any = self.start
         self.queue = StoreQueue(StoreSupervisor(start), log, pause_s=0.0)
+        engine = self.node.engine
+        health = Health(engine, log, let_writers_go_on=lambda: None)
+        self.pressure = Pressed(engine, health, 0.0)
+        groups: Any = SimpleNamespace(begin_merge=self.merge_again)
         self.merging = Merging(
-            self.node.engine,
-            self.node.merges,
-            self.node.device,
-            self.queue,
-            self.meter,
-            log,
-            kick=self.kick,
-            merge_again=self.merge_again,
-            on_room=self.on_room,
-        )
+            engine, self.node.merges, groups, self.node.device, self.queue,
+            CommitWaiters(engine, self.kick), self.pressure, self.meter, log,
+        )  # fmt: skip
 
     async def start(self) -> Process:
         start = self.starts.pop(0)
@@ -103,16 +110,13 @@ class Shell:
         return Process(self.node, start)
 
     def kick(self) -> None:
-        if self.node.engine.keyspace.is_merging:
+        if self.node.engine.keyspace.is_merging or self.asked_again:
             return
         self.node.begin_merge()
         self.task = asyncio.ensure_future(self.merging.merge())
 
     def merge_again(self) -> None:
         self.asked_again += 1
-
-    def on_room(self) -> None:
-        self.merged += 1
 
     def say(self, event: str, **_: object) -> None:
         self.said.append(event)
@@ -121,7 +125,7 @@ class Shell:
 
     async def merge_one(self) -> None:
         await self.queue.start()
-        key = b"\0k%d" % self.merged
+        key = b"\0k%d" % self.pressure.updates
         self.node.engine.store(SET, 5, key, key + b"v", 0, 0, 0, 0)
         self.kick()
         await self.task
@@ -227,9 +231,9 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     shell = Shell(first, NO_DESCRIPTOR, NO_DESCRIPTOR, FULL, None)
     await shell.merge_one()
     assert shell.starts == []
-    assert shell.merging.trouble == ""
+    assert shell.merging.progress.trouble == ""
     assert shell.merging.count == 1
-    assert shell.merged == NUM_VBUCKETS // DROP_SLICE_VBUCKETS
+    assert shell.pressure.updates == NUM_VBUCKETS // DROP_SLICE_VBUCKETS
     assert shell.said[-2:] == ["merge put off", "merging continues"]
     assert shell.meter.merge_failures == 3 + (first is FULL)
     assert shell.meter.last_merge_s == shell.meter.merge_seconds.total == 1.5
@@ -276,8 +280,8 @@ async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:
     shell.node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
     with pytest.raises(MergeTroubleError, match="the disk is full"):
         await shell.merging.merge_now()
-    assert shell.merging.why_behind() == "the disk is full"
-    assert shell.merging.seconds_under_way > 0
+    assert shell.merging.progress.why_behind() == "the disk is full"
+    assert shell.merging.progress.seconds > 0
     shell.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await shell.task
@@ -289,7 +293,7 @@ async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
     unused: Any = None
     work = Compaction(
         shell.node.engine, shell.node.floors, unused, unused, shell.merging, shell.queue, unused,
-        shell.meter, shell, Settings(), kick=unused, refresh_store=unused,
+        shell.meter, shell, Settings(),
     )  # fmt: skip
     for why in ("it ended", "Too many open files"):
         with pytest.raises(CompactionError, match=why):
@@ -304,10 +308,7 @@ async def test_a_refusal_of_writes_names_trouble_that_came_after_it(
     shell = Shell(FULL, None)
     engine = shell.node.engine
     monkeypatch.setattr(type(engine.keyspace), "is_overfull", True)
-    pressure = Backpressure(
-        engine, 0.0, why=shell.merging.why_behind, on_change=lambda _pressure, _why: None
-    )
-    shell.merging.on_trouble = pressure.reword
+    pressure = shell.pressure
     pressure.update()
     await until(lambda: pressure.pressure is Pressure.REFUSED)
     assert engine.write_refusal.endswith("it has fallen behind")

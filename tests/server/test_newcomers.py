@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.server.net.newcomers import Newcomers
+from dcp.server.net.connections import Newcomers
 
 
 class FakeConnection:

@@ -14,15 +14,16 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.core.store_schedule import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
 from dcp.server.node import Node
 from dcp.server.observe.meter import Histogram
-from dcp.server.storage.committer import Committer
+from dcp.server.storage.committer import Committer, LogEvents
+from dcp.server.storage.log_ahead import LogAhead
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.cluster_here import Client, node_here, until
 from support.load import GROUP_BYTES, MEMTABLE
 from support.memory_node import MemoryNode
-from support.node_here import Client, node_here, until
-from support.raw_http import ask, login
+from support.raw_client import ask, login
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import Keyspace
 from vbucket.model.ids import vbucket_of
@@ -151,11 +152,12 @@ def test_short_pauses_add_up(keyspace: Keyspace) -> None:
 async def test_committer_waits_before_group_and_not_while_it_drains() -> None:
     node = MemoryNode()
     published: list[Published] = []
-    pace = SteadyPace()
+    pace: Any = SteadyPace()
+    told: Any = LogEvents()
+    told.published = published.append
     committer = Committer(
         GroupCycle(node.engine, node.hub, syncs_groups=True), node.writer,
-        finds_room=False, on_publish=published.append, on_rotated=lambda _: None,
-        on_full=lambda _: None, on_failure=lambda _: None, sync_seconds=Histogram(), pace=pace,
+        told, LogAhead(node.device, finds_room=False), sync_seconds=Histogram(), pace=pace,
     )  # fmt: skip
     committer.start()
     loop = asyncio.get_running_loop()

@@ -13,9 +13,9 @@ from dcp.server.storage.opening import Storage
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.disks import fill, small_disk, strip_zeros
-from support.node_here import Client, node_here
-from support.node_here import until as until_here
+from support.cluster_here import Client, node_here
+from support.cluster_here import until as until_here
+from support.forgetful_disk import fill, small_disk, strip_zeros
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until

@@ -17,8 +17,8 @@ from dcp.server.net.connection import ClientConnection
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support import raw_http
-from support.node_here import Client, node_here, until
+from support import raw_client
+from support.cluster_here import Client, node_here, until
 from vbucket.model.ids import vbucket_of
 
 KEY = b"k"
@@ -71,8 +71,8 @@ async def test_operators_are_told_what_to_use_for_copies(tmp_path: Path) -> None
             ("failover", {}, "dcpctl cluster failover --vb VB --lose N"),
             ("state", {"state": "dead"}, "wanted master"),
         ):
-            answer = await raw_http.ask(
-                node.ports.admin, "POST", f"/api/v1/vbuckets/{VB}/{path}", raw_http.login(),
+            answer = await raw_client.ask(
+                node.ports.admin, "POST", f"/api/v1/vbuckets/{VB}/{path}", raw_client.login(),
                 "content-type: application/json", body=json.dumps(body).encode(),
             )  # fmt: skip
             assert answer.status == HTTPStatus.CONFLICT

@@ -11,13 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.observe.last_rollbacks import NAMES_MAX, LastRollbacks
-from dcp.server.observe.meter import Histogram
+from dcp.server.observe.meter import (
+    NAMES_MAX,
+    SLOW_KEPT,
+    Histogram,
+    LastRollbacks,
+    SlowOperation,
+    SlowOperations,
+    command_of,
+)
 from dcp.server.observe.sample_ring import SampleRing
-from dcp.server.observe.slow_operations import SLOW_KEPT, SlowOperation, SlowOperations, command_of
 from dcp.server.report import consumer_watch
-from dcp.server.report.change_ages import ChangeAges
-from dcp.server.report.consumer_watch import ConsumerWatch, WatchedConsumer
+from dcp.server.report.consumer_watch import ChangeAges, ConsumerWatch, WatchedConsumer
 from dcp.server.report.sampler import OwnChanges, quantile_of
 from vbucket.engine.partition import VbState
 

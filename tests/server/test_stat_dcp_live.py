@@ -14,7 +14,7 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.node_here import node_here
+from support.cluster_here import node_here
 from vbucket.model.ids import SEQNO_MAX
 
 

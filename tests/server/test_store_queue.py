@@ -17,8 +17,7 @@ from dcp.server.storage import failover_logs
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.process.store_process import StoreProcessDiedError
-from dcp.server.storage.process.store_queue import PAUSE_MAX_S, StoreQueue
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.store_queue import PAUSE_MAX_S, StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
@@ -427,7 +426,7 @@ async def test_floors_are_those_of_moment_in_which_compaction_begins(
     commits = CommitWaiters(node.engine, node.commit)
     work = Compaction(
         node.engine, node.floors, node.hub, commits, unused, bench.queue, unused, Meter(),
-        bench.log, Settings(), kick=node.commit, refresh_store=unused,
+        bench.log, Settings(),
     )  # fmt: skip
     step = FloorStep(VB, node.engine.partitions[VB].vb_uuid, 6, 0)
     await work._raise([step])

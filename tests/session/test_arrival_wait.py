@@ -220,7 +220,7 @@ def test_clients_that_name_no_partition_do_not_wait(node: Arriving) -> None:
 def test_strangers_are_refused_at_once(node: Arriving) -> None:
     stranger = node.connect(is_loopback=False)
     stranger.state.replication = node.port
-    stranger.state.hashes_keys = False
+    stranger.state.hello.hashes_keys = False
     assert told(receive(stranger, put(VB, 1))) == [(1, Status.EACCESS)]
 
 

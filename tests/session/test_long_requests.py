@@ -178,8 +178,8 @@ def test_one_that_is_always_overtaken_gives_up(node: MemoryNode) -> None:
 def test_a_removed_user_gets_nothing_more(node: MemoryNode) -> None:
     slow = Slow(node)
     look_up_all(slow)
-    slow.peer.state.user = "app"
-    slow.peer.state.rights_changed(None)
+    slow.peer.state.login.user = "app"
+    slow.peer.state.login.rights_changed(None)
     assert slow.finish().status == Status.AUTH_STALE
 
 

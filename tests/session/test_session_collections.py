@@ -301,9 +301,9 @@ def test_high_seqnos_by_collection(node: MemoryNode, peer: Peer) -> None:
 
 
 def test_rights_for_one_collection(node: MemoryNode, peer: Peer) -> None:
-    peer.state.user = "ada"
+    peer.state.login.user = "ada"
     hotels = Scope(b"", "inventory.hotel")
-    peer.state.rights = Rights({Role.WRITE: (hotels,), Role.READ: (EVERYTHING,)})
+    peer.state.login.rights = Rights({Role.WRITE: (hotels,), Role.READ: (EVERYTHING,)})
     assert peer.set(VB, b"\x08k", b"v").status == Status.OK
     assert peer.set(VB, b"\x09k", b"v").status == Status.EACCESS
     assert peer.set(VB, b"\0k", b"v").status == Status.EACCESS

@@ -60,7 +60,7 @@ def peer(node: MemoryNode) -> Peer:
 def stranger(node: MemoryNode) -> Peer:
     """A connection from another machine."""
     peer = node.connect(is_loopback=False)
-    peer.state.authenticator = OneUser()
+    peer.state.login.authenticator = OneUser()
     return peer
 
 
@@ -183,7 +183,7 @@ def test_sasl_may_come_before_hello(stranger: Peer) -> None:
     assert (begun.status, begun.value) == (Status.AUTH_CONTINUE, b"server first")
     ended = stranger.ask(Opcode.SASL_STEP, key=b"SCRAM-SHA512", value=b"alice")
     assert (ended.status, ended.value) == (Status.OK, b"v=proof")
-    assert stranger.state.user == "alice"
+    assert stranger.state.login.user == "alice"
     assert stranger.hello(4).status == Status.OK
 
 

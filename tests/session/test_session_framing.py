@@ -220,7 +220,7 @@ def test_a_refused_set_of_a_user_without_rights_removes_nothing(node: MemoryNode
     peer = node.connect(limits=LIMITS._replace(oversized_set_removes=True))
     peer.hello()
     peer.set(0, b"k", b"old")
-    peer.state.logged_in("reader", Rights({Role.READ: (EVERYTHING,)}))
+    peer.state.login.logged_in("reader", Rights({Role.READ: (EVERYTHING,)}))
     (refused,) = peer.send(oversized(Opcode.SET, BODY_MAX + 1) + bytes(8) + b"k")
     assert refused.status == Status.E2BIG
     peer.send(bytes(BODY_MAX - 8))

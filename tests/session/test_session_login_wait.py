@@ -42,7 +42,7 @@ class Waiting:
         self.peer: Peer = self.node.connect(is_loopback=False)
         self.state = self.peer.state
         self.door = LaterDoor()
-        self.state.authenticator = self.door
+        self.state.login.authenticator = self.door
 
     def receive(self, *frames: bytes) -> list[Frame]:
         self.peer.session.receive(b"".join(frames), self.node.now_ns)
@@ -96,8 +96,8 @@ def test_nothing_is_taken_before_the_outcome(waiting: Waiting) -> None:
 
 def test_the_password_is_not_kept(waiting: Waiting) -> None:
     waiting.receive(plain())
-    assert waiting.state.login is not None
-    assert b"secret" not in b"".join(waiting.state.login[6:])
+    assert waiting.state.login.request is not None
+    assert b"secret" not in b"".join(waiting.state.login.request[6:])
 
 
 def test_a_refusal_is_answered_and_what_follows_is_refused_too(waiting: Waiting) -> None:
@@ -128,7 +128,7 @@ def test_one_login_after_another_on_the_same_connection(waiting: Waiting) -> Non
     waiting.receive(plain(3), plain(4), GET)
     assert [frame.opaque for frame in waiting.conclude(WRONG)] == [3]
     assert [frame.opaque for frame in waiting.conclude(IN)] == [4, 9]
-    assert waiting.state.user == "alice"
+    assert waiting.state.login.user == "alice"
 
 
 def test_scram_is_answered_at_once(waiting: Waiting) -> None:
@@ -144,18 +144,18 @@ def test_scram_is_answered_at_once(waiting: Waiting) -> None:
 def test_authenticator_is_not_asked_while_packet_is_handled(waiting: Waiting) -> None:
     waiting.peer.session.receive(plain(3) + GET, waiting.node.now_ns)
     assert waiting.door.asked == []
-    question = waiting.state.login_question
+    question = waiting.state.login.question
     assert question is not None
     assert (question.mechanism, question.message) == ("PLAIN", b"\0alice\0secret")
     waiting.peer.session.ask_logins(waiting.node.now_ns)
     assert waiting.door.asked == [b"\0alice\0secret"]
-    assert waiting.state.login_question is None, "it is asked once"
+    assert waiting.state.login.question is None, "it is asked once"
 
 
 def test_a_connection_that_goes_away_keeps_no_password(waiting: Waiting) -> None:
     waiting.peer.session.receive(plain(3), waiting.node.now_ns)
     waiting.peer.session.drop_received()
-    assert waiting.state.login_question is None
+    assert waiting.state.login.question is None
 
 
 def test_what_a_handler_calls_cannot_enter_the_session(waiting: Waiting) -> None:
@@ -166,6 +166,6 @@ def test_what_a_handler_calls_cannot_enter_the_session(waiting: Waiting) -> None
             session.receive(GET, now_ns)
             return []
 
-    waiting.state.authenticator = CallsBack()
+    waiting.state.login.authenticator = CallsBack()
     with pytest.raises(AssertionError, match="may call the session"):
         session.receive(LIST, now_ns)

@@ -119,7 +119,7 @@ def test_other_words_are_no_statistics(peer: Peer) -> None:
 
 def test_a_user_needs_the_role_admin(peer: Peer) -> None:
     everything = (EVERYTHING,)
-    peer.state.logged_in("user", Rights(dict.fromkeys((Role.READ, Role.WRITE), everything)))
+    peer.state.login.logged_in("user", Rights(dict.fromkeys((Role.READ, Role.WRITE), everything)))
     for argument in (b" on", b" dump"):
         (refused,) = detail(peer, argument)
         assert refused.status == Status.EACCESS

@@ -464,7 +464,7 @@ def test_it_takes_write_for_every_key_and_admin(roles, status):
             return AuthStep(Status.OK, user="ada", rights=Rights(roles))
 
     peer = MemoryNode().connect(is_loopback=False)
-    peer.state.authenticator = Door()
+    peer.state.login.authenticator = Door()
     peer.ask(Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0ada\0x")
     peer.hello(*FEATURES)
     assert put(peer, frame(b"\0a")).status == status

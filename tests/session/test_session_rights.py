@@ -45,7 +45,7 @@ def log_in(peer: Peer, rights: Rights, user: str = "ada") -> Peer:
         def step(self, exchange: object, message: bytes) -> AuthStep:
             return AuthStep(Status.AUTH_ERROR)
 
-    peer.state.authenticator = Door()
+    peer.state.login.authenticator = Door()
     assert peer.ask(Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0ada\0x").status == Status.OK
     peer.hello(Feature.XERROR)
     return peer
@@ -229,17 +229,17 @@ def test_commands_without_a_need_stay_open(peer):
 def test_new_rights_count_for_the_next_command(peer):
     log_in(peer, only(Role.READ, Role.WRITE))
     assert ask(peer, Opcode.SET).status == Status.OK
-    peer.state.rights_changed(only(Role.READ))
+    peer.state.login.rights_changed(only(Role.READ))
     assert context(ask(peer, Opcode.SET))
     assert ask(peer, Opcode.GET).value == b"v"
-    peer.state.rights_changed(only(Role.READ, Role.WRITE))
+    peer.state.login.rights_changed(only(Role.READ, Role.WRITE))
     assert ask(peer, Opcode.SET).status == Status.OK
 
 
 @pytest.mark.parametrize("is_loopback", [False, True])
 def test_a_removed_user_is_stale_until_the_next_login(node, is_loopback):
     peer = log_in(node.connect(is_loopback=is_loopback), FULL_RIGHTS)
-    peer.state.rights_changed(None)
+    peer.state.login.rights_changed(None)
     for opcode in (Opcode.GET, Opcode.SET, Opcode.STAT, Opcode.DCP_OPEN):
         stale = ask(peer, opcode)
         assert stale.status == Status.AUTH_STALE

@@ -306,25 +306,25 @@ def test_another_user_cannot_use_a_scan(peer: Peer, node: MemoryNode) -> None:
     put(peer, b"a")
     scan_id = created(peer, *ALL)
     other = connect(node)
-    other.state.user = "eve"
+    other.state.login.user = "eve"
     assert go_on(other, scan_id).status == Status.KEY_ENOENT
 
 
 def test_users_scan_within_what_they_may_read(peer: Peer, node: MemoryNode) -> None:
     put(peer, b"user:1", b"user:2", b"other")
     state = peer.state
-    state.user, state.rights = "ada", Rights({Role.READ: (Scope(b"user:"),)})
+    state.login.user, state.login.rights = "ada", Rights({Role.READ: (Scope(b"user:"),)})
     assert all_keys(peer, created(peer, b"user:", b"user:\xff")) == [b"user:1", b"user:2"]
     for bounds in (ALL, (b"user", b"user:9"), (b"user:", b"v")):
         answer = create(peer, *bounds)
         assert answer.status == Status.EACCESS
         assert b"may not scan" in answer.value
     assert create(peer, sampling={"samples": 1}).status == Status.EACCESS
-    state.rights = Rights({Role.READ: (Scope(b"", "_default.fruit"),)})
+    state.login.rights = Rights({Role.READ: (Scope(b"", "_default.fruit"),)})
     assert create(peer, b"user:", b"user:\xff").status == Status.EACCESS
-    state.rights = Rights({Role.WRITE: (EVERYTHING,)})
+    state.login.rights = Rights({Role.WRITE: (EVERYTHING,)})
     assert create(peer, *ALL).status == Status.EACCESS
-    state.rights = Rights({Role.READ: (EVERYTHING,)})
+    state.login.rights = Rights({Role.READ: (EVERYTHING,)})
     assert create(peer, *ALL).status == Status.OK
 
 
@@ -352,10 +352,10 @@ def test_there_are_only_so_many(peer: Peer, node: MemoryNode) -> None:
 def test_one_user_does_not_keep_others_out(peer: Peer, node: MemoryNode) -> None:
     put(peer, b"a", b"b")
     node.views._views_max = 4
-    peer.state.user = "greedy"
+    peer.state.login.user = "greedy"
     held = [created(peer, *ALL) for _ in range(4)]
     other = connect(node)
-    other.state.user = "ada"
+    other.state.login.user = "ada"
     scan_id = created(other, *ALL)
     assert keys_of(go_on(other, scan_id)) == [b"a", b"b"]
     answer = go_on(peer, held[0])

@@ -265,7 +265,7 @@ class TwinMachine(RuleBasedStateMachine):
     @rule(commands=COMMANDS, cut=st.integers(0, 400))
     def send(self, commands: list[tuple[str, int, bytes, int]], cut: int) -> None:
         requests = [a_request(*command, n) for n, command in enumerate(commands)]
-        node, is_plain = self.pair.nodes[0], not self.pair.peers[0].state.has_collections
+        node, is_plain = self.pair.nodes[0], not self.pair.peers[0].state.hello.has_collections
         packets = b"".join(
             with_own_cas(node, request, is_plain=is_plain) if kind.startswith("own") else request
             for (kind, *_), request in zip(commands, requests, strict=True)
@@ -278,7 +278,7 @@ class TwinMachine(RuleBasedStateMachine):
     def put_xattrs(self, vb_id: int, key: bytes) -> None:
         """They stay when a SET follows."""
         value = pack_xattrs([(b"_sync", b"{}"), (b"mine", b"1")]) + b"body"
-        if not self.pair.peers[0].state.has_collections:
+        if not self.pair.peers[0].state.hello.has_collections:
             key = b"\0" + key[:-1]
         for node in self.pair.nodes:
             part = node.engine.partitions[vb_id]
@@ -371,7 +371,7 @@ def test_each_kind_over_each_old_version(kind: type[MemoryNode], form: str) -> N
     frozen one, in the item cache and in the store; each request twice in a run.
     """
     pair = Pair(kind, item_cache_bytes=1 << 20, form=form)
-    is_plain = not pair.peers[0].state.has_collections
+    is_plain = not pair.peers[0].state.hello.has_collections
 
     def requests(kind: str, keys: list[bytes]) -> bytes:
         made = (a_request(kind, 1, key[is_plain:], 5, n) for n, key in enumerate(keys))

@@ -318,11 +318,11 @@ def test_roles(node: MemoryNode) -> None:
     peer = aware_peer(node)
     peer.set(VB, b"a1", DOCUMENT)
     for role in (Role.READ, Role.WRITE):
-        peer.state.rights = Rights({role: (Scope(),)})
+        peer.state.login.rights = Rights({role: (Scope(),)})
         can_read = Status.OK if role is Role.READ else Status.EACCESS
         assert single(peer, GET, b"a1", b"a").status == can_read
         assert single(peer, UPSERT, b"a1", b"a", b"1").status == Status.EACCESS
-    peer.state.rights = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"),)))
+    peer.state.login.rights = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"),)))
     assert single(peer, UPSERT, b"a1", b"a", b"1").status == Status.OK
     assert look_up(peer, b"a1", (GET, 0, b"a"))[0] == Status.OK
     assert single(peer, GET, b"b1", b"a").status == Status.EACCESS

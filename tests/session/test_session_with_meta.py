@@ -281,7 +281,7 @@ def test_it_takes_write_and_admin(node):
                 return AuthStep(Status.OK, user="ada", rights=rights)
 
         peer = node.connect(is_loopback=False)
-        peer.state.authenticator = Door()
+        peer.state.login.authenticator = Door()
         peer.ask(Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0ada\0x")
         peer.hello()
         return peer

@@ -273,7 +273,7 @@ def test_system_xattrs_need_more_roles(peer: Peer) -> None:
     scopes = dict.fromkeys((Role.READ, Role.WRITE), (Scope(),))
     allowed = {(): (False, False), (Role.STREAM,): (True, False), (Role.ADMIN,): (True, True)}
     for more, (reads, writes) in allowed.items():
-        peer.state.rights = Rights({**scopes, **dict.fromkeys(more, (Scope(),))})
+        peer.state.login.rights = Rights({**scopes, **dict.fromkeys(more, (Scope(),))})
         found = single(peer, GET, KEY, b"_sys", flags=XATTR)
         assert found.status == (Status.OK if reads else Status.EACCESS)
         stored = single(peer, UPSERT, KEY, b"_sys", b"1", flags=XATTR)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.session.node_facts import Limits
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.session.state import ANSWER_BYTES_MAX, ClientLogin, SessionState
 from dcp.session.text import LINE_BYTES_MAX, TextSession, begins_text
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -31,8 +31,7 @@ class TextPeer:
             engine=node.engine,
             hub=node.hub,
             facts=node,
-            authenticator=OpenDoor(),
-            peer_is_loopback=is_loopback,
+            login=ClientLogin(OpenDoor(), peer_is_loopback=is_loopback),
             limits=Limits(**limits),
         )
         self.session = TextSession(self.state)

@@ -33,7 +33,7 @@ def node() -> MemoryNode:
 
 def of_a_node(node: MemoryNode) -> Peer:
     peer = node.connect()
-    peer.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
+    peer.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
     return peer
 
 
@@ -80,7 +80,7 @@ def test_an_answer_is_bounded(node: MemoryNode) -> None:
 
 def test_clients_may_not_read_versions(node: MemoryNode) -> None:
     peer = node.connect()
-    peer.state.rights = Rights({Role.READ: (EVERYTHING,), Role.STREAM: (EVERYTHING,)})
+    peer.state.login.rights = Rights({Role.READ: (EVERYTHING,), Role.STREAM: (EVERYTHING,)})
     assert asked(peer, 1, 2).status == Status.EACCESS
 
 

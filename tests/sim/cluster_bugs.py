@@ -89,7 +89,7 @@ _begin = Master.begin
 
 def _step_down_remembering(core: Master, vb_id: int, why: str) -> None:
     former = vars(core).setdefault("former", {})[vb_id] = core.masterships[vb_id]
-    core.note_acknowledged(former)
+    core.watermarks.note_acknowledged(former)
     _step_down(core, vb_id, why)
 
 

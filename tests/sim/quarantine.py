@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from failover.replication.receipt import (
-    CutOff,
-    DiscardDamagedError,
-    pack_cut_off,
-    unpack_cut_off,
-)
+from failover.replication.receipt import CutOff, DiscardDamagedError, pack_cut_off, unpack_cut_off
 from support.forgetful_disk import ForgetfulDisk
 
 SUFFIX = ".cut"

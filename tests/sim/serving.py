@@ -18,7 +18,7 @@ from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.replication_port import NEWS_WAIT_NS, ReplicationPort
 from dcp.session.session import Session
-from dcp.session.state import SessionState
+from dcp.session.state import ClientLogin, SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.snapshots import Message
 from sim.clock import Clock
@@ -70,15 +70,14 @@ class ServedConnection:
             engine=node.engine,
             hub=node.hub,
             facts=node.facts,
-            authenticator=node.authenticator,
-            peer_is_loopback=True,
+            login=ClientLogin(node.authenticator, peer_is_loopback=True),
             limits=LIMITS,
             scans=node.scans,
             replication=node.replication,
             has_replicas=node.replication is not None,
         )
         if node.replication is not None:  # a link of a replica's node may come in, without a login
-            self.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
+            self.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         self.state.schedule = self.schedule_pump
         self.session = Session(self.state)
         self.held = node.held()
@@ -146,7 +145,7 @@ class ServedConnection:
 
     def _after_commands(self) -> None:
         state = self.state
-        if state.login_question is not None:
+        if state.login.question is not None:
             self.session.ask_logins(self._node.clock.wall_ns())
         now_ns = self._node.clock.monotonic_ns()
         if state.answers:

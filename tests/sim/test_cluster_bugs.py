@@ -20,11 +20,12 @@ from sim.world import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = 3
-SEEDS = 250
+SEEDS = 100
+"""`scripts/soak sim` runs as many as there is time for."""
 CHUNK = 25
-MOVE_SEEDS = 50
-ACT_SEEDS = 20
-FAILOVER_SEEDS = 10
+MOVE_SEEDS = 25
+ACT_SEEDS = 10
+FAILOVER_SEEDS = 5
 LONG_SEEDS = 6
 REACHED: Counter[str] = Counter()
 """What the seeds of this module have reached so far."""

@@ -20,8 +20,9 @@ from sim.run import Options, Simulation, replay_command, run_seed
 from sim.world import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 300
-CHUNK = 75
+SEEDS = 100
+"""`scripts/soak sim` runs as many as there is time for."""
+CHUNK = 25
 FOUND_BY = {
     "answers_before_sync": (6, "an answered write is lost"),
     "streams_before_sync": (0, "was committed"),

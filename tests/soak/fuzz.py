@@ -137,7 +137,7 @@ def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
     """Open a connection. Half of them shake hands as real clients do, some with few rights."""
     peer = node.connect(is_loopback=draw.random() < 0.8, limits=limits)
     if draw.random() < 0.15:
-        peer.state.logged_in("fuzz", SOME_KEYS)
+        peer.state.login.logged_in("fuzz", SOME_KEYS)
     if draw.random() < 0.15:
         peer.session = TextSession(peer.state)  # type: ignore[assignment]
         return peer

@@ -12,6 +12,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.storage import compaction_schedule as compaction
 from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -223,9 +224,8 @@ def test_end_4_too_slow_for_who_stands_while_compaction_waits(
     meter = Meter()
     unused: Any = None
     work = Compaction(
-        node.engine, node.floors, node.hub, unused, unused, unused, unused, meter, log,
-        Settings(),
-        kick=node.commit, refresh_store=unused,
+        node.engine, node.floors, node.hub, CommitWaiters(node.engine, node.commit), unused,
+        unused, unused, meter, log, Settings(),
     )  # fmt: skip
     set_all(node, writer, "abcd" * 4)
     standing, moving = connect(node), connect(node)

@@ -281,7 +281,7 @@ def test_takeover_of_a_replica_is_not_my_vbucket(node: MemoryNode) -> None:
 
 def test_takeover_takes_the_role_admin(node: MemoryNode) -> None:
     peer = connect(node)
-    peer.state.rights = Rights({Role.STREAM: (EVERYTHING,), Role.READ: (EVERYTHING,)})
+    peer.state.login.rights = Rights({Role.STREAM: (EVERYTHING,), Role.READ: (EVERYTHING,)})
     assert peer.stream(VB, flags=StreamFlag.TAKEOVER).status == Status.EACCESS
     assert peer.stream(VB).status == Status.OK
 

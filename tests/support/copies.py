@@ -91,7 +91,7 @@ class CopyNode(MemoryNode):
         """Return a connection of another node."""
         peer = self.connect()
         peer.state.replication = self.core.master
-        peer.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
+        peer.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         return peer
 
 

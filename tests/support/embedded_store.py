@@ -1,8 +1,14 @@
-"""An embedded metadata store in this process, with clients over loopback, for synchronous tests."""
+"""An embedded metadata store in this process, with clients over loopback, for synchronous tests.
+
+    python -m support.embedded_store FOLDER PORT
+
+owns one until it is killed, and prints a line when it listens.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +174,14 @@ class EmbeddedHarness(LoopHarness):
         self.clients.clear()
         self.stop()
         super_close()
+
+
+async def main(folder: str, port: str) -> str:
+    server = EmbeddedServer(Path(folder), SECRET, lambda text: print(text, file=sys.stderr))
+    await server.start(port=int(port))
+    print("listening", flush=True)
+    return await server.failed
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(*sys.argv[1:])))

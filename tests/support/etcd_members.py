@@ -1,17 +1,36 @@
-"""Members of an etcd as processes: Debian's etcd 3.4, or whatever `etcd` is."""
+"""Members of an etcd as processes: Debian's etcd 3.4, or whatever `etcd` is. Clients for
+synchronous tests, and an etcd of another version, which answers a login, and no more:
+
+    python -m support.etcd_members VERSION
+
+It prints HOST:PORT, and ends with its input. An empty version: only root may ask for it, as from
+etcd 3.6 on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Final
 
+import grpc
 import pytest
 
 from dcp.server.net.fixed_port import free_port
+from failover.metadata.etcd.client import EtcdClient
+from failover.metadata.etcd.settings import EtcdSettings
+from failover.metadata.etcd_stubs import etcd_api_pb2 as pb
+from failover.metadata.metastore import OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
+from support.embedded_store import UNKNOWN_DEADLINE_S, LoopHarness
 from support.waiting import until
 
 IS_MISSING = shutil.which("etcd") is None
@@ -122,3 +141,167 @@ class EtcdMembers:
 
         until(is_found)
         return found[-1]
+
+
+PUT = Txn(then=(Put(b"k", b"v"),))
+_prefixes = iter(range(1, 1_000_000))
+
+
+class EtcdHarness(LoopHarness):
+    """Clients of an etcd, all on one loop."""
+
+    def __init__(self, etcd: EtcdMembers, **settings) -> None:
+        super().__init__()
+        self.etcd = etcd
+        self.settings = settings
+
+    def new_prefix(self) -> bytes:
+        return b"/test/%d/" % next(_prefixes)
+
+    def client(self, endpoints=(), *, deadline_s=5.0, **settings) -> EtcdClient:
+        chosen = EtcdSettings(
+            endpoints or self.etcd.endpoints, **{"prefix": b"", **self.settings, **settings}
+        )
+
+        async def made() -> EtcdClient:
+            return EtcdClient(chosen, self.notices.append, deadline_s=deadline_s)
+
+        self.clients.append(self.run(made()))
+        return self.clients[-1]
+
+    def result(self, client, request):
+        """Submit and wait."""
+        results = []
+        client.submit(request, results.append)
+        self.wait(lambda: results)
+        return results[0]
+
+    def pass_time(self, seconds: float) -> None:
+        """etcd's clock is the real one."""
+        self.run(asyncio.sleep(seconds))
+
+    def unknown_client(self, *, applied: bool) -> EtcdClient:
+        proxy, port = self.proxy(self.etcd.ports[0])
+        client = self.client((f"127.0.0.1:{port}",), deadline_s=UNKNOWN_DEADLINE_S)
+        self.wait(lambda: not client.trouble)
+        proxy.swallow_answers, proxy.swallow_requests = applied, not applied
+        return client
+
+
+@contextmanager
+def members(folder, count=1, options=()):
+    """Run members for a while."""
+    folder.mkdir(exist_ok=True)
+    etcd = EtcdMembers(folder, count, options)
+    try:
+        yield etcd
+    finally:
+        etcd.close()
+
+
+@contextmanager
+def driven(etcd):
+    harness = EtcdHarness(etcd)
+    try:
+        yield harness
+    finally:
+        harness.close()
+
+
+@contextmanager
+def running(folder, count=1, options=()):
+    with members(folder, count, options) as etcd, driven(etcd) as harness:
+        yield harness
+
+
+def put_one(harness, client, key, value=b"v"):
+    result = harness.result(client, Txn(then=(Put(key, value),)))
+    assert isinstance(result, TxnResult), result
+    return result.revision
+
+
+def try_until_done(harness, client, request):
+    """Repeat a request until it is carried out; return its result."""
+    for _ in range(300):
+        result = harness.result(client, request)
+        if not isinstance(result, OutcomeUnknown | StoreUnavailable):
+            return result
+        harness.pass_time(0.05)
+    raise AssertionError(result)
+
+
+def trouble_of(harness, **settings):
+    """Return what a client says that cannot log in."""
+    client = harness.client(**settings)
+    harness.wait(lambda: client.trouble != "etcd: not connected yet")
+    refused = harness.result(client, PUT)
+    assert isinstance(refused, StoreUnavailable)
+    assert client.trouble in harness.notices
+    assert "\n" not in client.trouble
+    return client.trouble
+
+
+REVISION: Final = 5
+
+
+@contextmanager
+def other_etcd(version: str) -> Iterator[str]:
+    """Run one; yield its endpoint."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "support.etcd_members", version],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            assert endpoint, "it did not start"
+            yield endpoint
+        finally:
+            process.kill()
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": ":".join(sys.path)}
+
+
+class OtherEtcd:
+    """The service."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    async def serve(self) -> None:
+        """Serve until the input ends."""
+        methods: dict[str, tuple[Any, Any]] = {
+            "Maintenance/Status": (self._status, pb.StatusRequest),
+            "KV/Range": (self._range, pb.RangeRequest),
+        }
+        server = grpc.aio.server()
+        for path, (method, request) in methods.items():
+            service, _, name = path.partition("/")
+            handler = grpc.unary_unary_rpc_method_handler(
+                method,
+                request_deserializer=request.FromString,
+                response_serializer=lambda response: response.SerializeToString(),
+            )
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", {name: handler}),)
+            )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        print(f"127.0.0.1:{port}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(None)
+
+    async def _status(self, request: Any, context: Any) -> Any:
+        if not self._version:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "etcdserver: permission denied")
+        return pb.StatusResponse(version=self._version)
+
+    async def _range(self, request: Any, context: Any) -> Any:
+        header = pb.ResponseHeader(cluster_id=1, revision=REVISION)
+        return pb.RangeResponse(header=header)
+
+
+if __name__ == "__main__":
+    asyncio.run(OtherEtcd(sys.argv[1]).serve())

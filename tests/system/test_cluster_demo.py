@@ -26,7 +26,7 @@ from couchbase.exceptions import (
 
 from clients import MutationResult, vbucket_of
 from clients.link.topology import single_node
-from support.cluster_here import ClusterHere
+from support.cluster_here import PARTITIONS, ClusterHere
 from support.etcd_members import IS_MISSING
 from support.waiting import until, until_so
 from tests.soak.cluster import replicas
@@ -52,7 +52,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"TMPDIR": str(folder)}
+    return os.environ | {"TMPDIR": str(folder), "DCPD_PARTITIONS": str(PARTITIONS)}
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -96,11 +96,13 @@ def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> 
     by = {client: int(count) for count, client in re.findall(r"(\d+) by (\w+)", _plain(summary))}
     assert by["KvClient"] + by["SDK"] == ROWS
     replicated = int(summary["replicas"].split()[0].replace(",", ""))
-    assert 2 * ROWS < replicated <= 2 * (ROWS + 1024), "both replicas of each document and probe"
+    assert 2 * ROWS < replicated <= 2 * (ROWS + PARTITIONS), (
+        "both replicas of each document and probe"
+    )
     assert replicated % 2 == 0
     assert by["SDK"] > 0
     assert by["KvClient"] > 0
-    assert by["probes"] > 300
+    assert by["probes"] > PARTITIONS // 3
     assert summary["lost"] == summary["differences"] == "0"
     assert summary["failovers"].startswith("2 of nodes, ")
     story = done.stderr
@@ -223,7 +225,7 @@ async def test_each_replica_is_asked_and_one_that_differs_is_named(
         _, wrong = await flights.compare_replicas(nodes, masters, documents)
         rows = {row["vb"]: row for row in nodes.map()}
     for key, value in ((b"k7", b"v7"), (b"k8", b"v8")):
-        row = rows[vbucket_of(key)]
+        row = rows[vbucket_of(key, PARTITIONS)]
         who = {name for name, found in wrong.items() if found.get(key) == value}
         assert who == set(row["copies"]) - {row["master"]}
     assert sum(map(len, wrong.values())) == 4

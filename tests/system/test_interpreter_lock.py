@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer
-from dcp.server.interpreter_lock import TIMER_SLACK_NS
+from dcp.server.main import TIMER_SLACK_NS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timer slack is a matter of Linux")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.disks import Disk, FileDisk, draw_salt, new_disk
+from support.forgetful_disk import Disk, FileDisk, draw_salt, new_disk
 from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,

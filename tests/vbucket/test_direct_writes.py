@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.disks import draw_salt
-from support.forgetful_disk import BLOCK_BYTES, ForgetfulDisk, Power
+from support.forgetful_disk import BLOCK_BYTES, ForgetfulDisk, Power, draw_salt
 from vbucket.log.device import AHEAD_BYTES, DIRECT_BYTES_MAX, DIRECT_BYTES_MIN
 from vbucket.log.device import SEGMENT_HEADER_BYTES as HEADER
 from vbucket.log.device_files import FileLogDevice

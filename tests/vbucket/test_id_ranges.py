@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.model.id_ranges import id_ranges, ids_in
+from vbucket.model.ids import id_ranges, ids_in
 
 
 def test_ranges_are_short() -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.disks import small_disk
+from support.forgetful_disk import small_disk
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
     KvEnv,

@@ -24,8 +24,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from dcp.wire.xattrs import pack_xattrs
-from support.loading_node import LoadingNode, OrdinaryNode, RestoringPeer
-from support.memory_node import START_NS, LmdbNode
+from support.memory_node import START_NS, LmdbNode, LoadingNode, OrdinaryNode, RestoringPeer
 from vbucket.engine import lifecycle
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET

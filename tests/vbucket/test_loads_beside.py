@@ -8,7 +8,7 @@ from dcp.session.state import FLUSH_PAUSE_NS
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.loading_node import LoadingNode, RestoringPeer
+from support.memory_node import LoadingNode, RestoringPeer
 from vbucket.engine.engine import SET
 
 

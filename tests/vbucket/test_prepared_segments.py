@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.disks import Disk, draw_salt, new_disk
+from support.forgetful_disk import Disk, draw_salt, new_disk
 from vbucket.log.device import SEGMENT_HEADER_BYTES, LogFullError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import read_segment_header

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.core.scrub_pace import BUSY_MAX, FIRST_S, REST_MAX_S, due_in_s, rest_s
+from dcp.core.store_schedule import (
+    BUSY_MAX,
+    SCRUB_FIRST_S,
+    SCRUB_REST_MAX_S,
+    scrub_due_in_s,
+    scrub_rest_s,
+)
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
 from vbucket.check.mend import BIT, REBUILT, mend
 from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
@@ -335,20 +341,20 @@ def test_segments_are_read_up_to_what_is_on_disk() -> None:
 
 
 def test_rests_are_as_long_as_share_and_rate_say() -> None:
-    assert rest_s(0.01, 1, 100, 0.0, is_hurried=True) == pytest.approx(0.01 / BUSY_MAX - 0.01)
-    assert rest_s(0.01, 1 << 20, 1 << 30, 86400.0, is_hurried=True) < 0.2
-    slow = rest_s(0.01, 1 << 20, 1 << 34, 7 * 86400.0, is_hurried=False)
+    assert scrub_rest_s(0.01, 1, 100, 0.0, is_hurried=True) == pytest.approx(0.01 / BUSY_MAX - 0.01)
+    assert scrub_rest_s(0.01, 1 << 20, 1 << 30, 86400.0, is_hurried=True) < 0.2
+    slow = scrub_rest_s(0.01, 1 << 20, 1 << 34, 7 * 86400.0, is_hurried=False)
     assert slow == pytest.approx(7 * 86400 / (1 << 14))
-    assert rest_s(0.01, 1 << 20, 1, 7 * 86400.0, is_hurried=False) == REST_MAX_S
-    fast = rest_s(0.01, 1 << 20, 1 << 40, 1.0, is_hurried=False)
+    assert scrub_rest_s(0.01, 1 << 20, 1, 7 * 86400.0, is_hurried=False) == SCRUB_REST_MAX_S
+    fast = scrub_rest_s(0.01, 1 << 20, 1 << 40, 1.0, is_hurried=False)
     assert fast == pytest.approx(0.19), "never above its share, whatever the period asks for"
 
 
 def test_a_pass_is_due_a_period_after_the_last_one() -> None:
     day = 86400.0
-    assert due_in_s(0.0, 100.0, 100.0, 0.0) is None, "only on command"
-    assert due_in_s(0.0, 100.0, 100.0, day) == FIRST_S
-    assert due_in_s(0.0, 100.0, 100.0, 5.0) == 5.0
-    assert due_in_s(1000.0, 0.0, 1000.0 + day, day) == 0.0
-    assert due_in_s(1000.0, 0.0, 1000.0 + day / 4, day) == 0.75 * day
-    assert due_in_s(9e9, 0.0, 1000.0, day) == day, "the clock was set back"
+    assert scrub_due_in_s(0.0, 100.0, 100.0, 0.0) is None, "only on command"
+    assert scrub_due_in_s(0.0, 100.0, 100.0, day) == SCRUB_FIRST_S
+    assert scrub_due_in_s(0.0, 100.0, 100.0, 5.0) == 5.0
+    assert scrub_due_in_s(1000.0, 0.0, 1000.0 + day, day) == 0.0
+    assert scrub_due_in_s(1000.0, 0.0, 1000.0 + day / 4, day) == 0.75 * day
+    assert scrub_due_in_s(9e9, 0.0, 1000.0, day) == day, "the clock was set back"

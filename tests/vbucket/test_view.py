@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dcp.stream.pins import allowed
+from dcp.core.floors import allowed
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET

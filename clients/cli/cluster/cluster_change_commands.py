@@ -32,7 +32,7 @@ from clients.cli.output import is_terminal, shown_text, write_json, write_raw, w
 from clients.cli.partitions.vb_option import VB, with_vb
 from clients.cli.standard_input import input_is_terminal
 from clients.errors import TRANSIENT, DcpdError
-from vbucket.model.id_ranges import ids_in
+from vbucket.model.ids import ids_in
 
 MAP_PATH: Final = "/api/v1/cluster/map"
 POLL_S: Final = 0.5

@@ -16,7 +16,7 @@ from clients.cli.cluster.cluster_nodes import (
 )
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
 from clients.cli.output import shown_text, write_json, write_raw
-from vbucket.model.id_ranges import id_ranges, ids_in
+from vbucket.model.ids import id_ranges, ids_in
 
 RECEIPTS_PATH: Final = "/api/v1/cluster/receipts"
 _NODE_COLUMNS: Final = (

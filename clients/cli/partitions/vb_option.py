@@ -9,8 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from vbucket.model.id_ranges import ids_in
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, ids_in
 
 VB: Final = click.IntRange(0, NUM_VBUCKETS - 1)
 """The type of one partition."""

@@ -56,7 +56,6 @@ class Exchange:
         self.ends: list[tuple[float, int, int]] = []
         """(when, partition, reason) of streams that the server ended."""
         self.sent: dict[int, Sent] = {}
-        self.noops_answered = 0
         self.acknowledged = 0
         """Bytes, by BUFFER_ACK."""
         self.sent_bytes = Counter[int]()
@@ -79,8 +78,6 @@ class Exchange:
                     each.connection,
                 )
             )  # fmt: skip
-        elif opcode == p.DCP_NOOP and not packet.is_request:
-            self.noops_answered += 1
         elif opcode == p.BUFFER_ACK and len(packet.extras) == 4:
             self.acknowledged += int.from_bytes(packet.extras, "big")
         elif opcode == p.CONTROL:

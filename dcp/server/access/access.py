@@ -152,12 +152,12 @@ class Access:
         self._seen_revision = revision
         for connection in tuple(connections):
             state = connection.session.state
-            if state.user is None:
+            if state.login.user is None:
                 continue
-            rights = self.users.rights_of(state.user)
-            if rights == state.rights:
+            rights = self.users.rights_of(state.login.user)
+            if rights == state.login.rights:
                 continue
-            state.rights_changed(rights)
+            state.login.rights_changed(rights)
             if state.feed is None:
                 may_stream = (
                     rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None

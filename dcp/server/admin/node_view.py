@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.config.live_settings import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief
+from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.consumer_desk import ConsumerDesk
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
@@ -28,30 +29,6 @@ from vbucket.engine.engine import Engine
 
 if TYPE_CHECKING:
     from dcp.server.cluster.operators.cluster_operations import ClusterOperations
-
-
-class CollectionsView(Protocol):
-    """Scopes and collections. Changes return the manifest's new uid once they are durable, and
-    raise CollectionsRefusedError.
-    """
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the manifest as JSON: {"uid", "scopes": [{"name", "uid", "collections"}]}."""
-
-    async def create_scope(self, scope: str) -> int:
-        """Create a scope."""
-
-    async def drop_scope(self, scope: str) -> int:
-        """Drop a scope and its collections."""
-
-    async def create_collection(self, scope: str, collection: str, max_ttl_s: int) -> int:
-        """Create a collection; `max_ttl_s` 0: no limit for its documents."""
-
-    async def change_max_ttl(self, scope: str, collection: str, max_ttl_s: int) -> int:
-        """Change the limit of documents that are written from now on."""
-
-    async def drop_collection(self, scope: str, collection: str) -> int:
-        """Drop a collection."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +61,7 @@ class AdminParts:
     config: ClusterConfig
     operations: Operations
     dumps: Dumps
-    collections: CollectionsView
+    collections: Collections
     backups: Backups
     scrubbing: Scrubbing
     consumers: ConsumerDesk

@@ -71,21 +71,10 @@ from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
-from failover.replication.effects import (
-    BranchEnded,
-    Dial,
-    MapChanged,
-    PartitionsArrived,
-    StepDue,
-)
+from failover.replication.effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.node import ReplicationCore
-from failover.replication.receipt import (
-    CutOff,
-    ElectionLoss,
-    cut_off_receipt,
-    election_receipt,
-)
+from failover.replication.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
@@ -192,7 +181,7 @@ class ReplicatedNode:
                 fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
-            now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
+            now_ns=elapsed_ns(), kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.master
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
@@ -461,6 +450,7 @@ class ReplicatedNode:
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
         self._driver.tick()
+        self.core.master.serving.store_trouble = self.access.trouble
         if self._turns % AGE_TURNS == 0:
             self._look_at_store_age()
             self.timeline.look(time.time())

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, Final, NamedTuple, ParamSpec, Protocol, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
@@ -22,10 +22,10 @@ from dcp.server.net.connections import Connections
 from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.net.sessions import Sessions
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
-from dcp.server.observe.slow_operations import (
+from dcp.server.observe.log_limiter import RefusalLog
+from dcp.server.observe.meter import (
     TEXT_COMMAND,
+    Meter,
     SlowOperation,
     command_of,
 )
@@ -75,16 +75,6 @@ class ConnectionParts(NamedTuple):
     refusals: RefusalLog
     replication: ReplicationHooks | None = None
     """None: the node is alone."""
-
-
-class _TlsTransport(Protocol):
-    """What TLS transports have in addition to plain ones, in asyncio and in uvloop."""
-
-    def set_read_buffer_limits(self, high: int) -> None:
-        """Limit the buffer while reading is paused."""
-
-    def get_read_buffer_size(self) -> int:
-        """Return the number of buffered encrypted bytes."""
 
 
 def _supervised(
@@ -176,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         if self._end_handshake is not None:
             self._end_handshake()
             self._end_handshake = None
-            cast("_TlsTransport", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
+            cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
         self.session = Session(self._sessions.new_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
         self._connections.opened(self)
@@ -325,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
 
     def rights_changed(self, *, may_stream: bool) -> None:
         """React to changed rights; the session has them. A stream would not check them again."""
-        if self.session.state.rights is None:
+        if self.session.state.login.rights is None:
             self.logins.leave()
             self.opened_ns = elapsed_ns()  # as much time as a new client has to log in
             self._is_new = True
@@ -383,7 +373,7 @@ class ClientConnection(asyncio.Protocol):
     def _after_commands(self) -> None:
         """Carry out what the session left to do: logins, answers, commit, log lines, streams."""
         state = self.session.state
-        if state.login_question is not None:
+        if state.login.question is not None:
             assert isinstance(self.session, Session), "text knows no login"
             self.session.ask_logins(time.time_ns())
         if self._is_new and state.taken_bytes and self.session.is_logged_in:
@@ -429,12 +419,15 @@ class ClientConnection(asyncio.Protocol):
             self._trace(self._meter.tracing, answers, seconds)
         if seconds >= self._meter.slow.slow_s:
             what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
-            user = self.session.state.user or ""
+            user = self.session.state.login.user or ""
             self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))
 
     def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
         """Make the spans of a batch that was answered."""
-        facts: Facts = {"client.address": self.peer, "enduser.id": self.session.state.user or ""}
+        facts: Facts = {
+            "client.address": self.peer,
+            "enduser.id": self.session.state.login.user or "",
+        }
         if isinstance(self.session, Session):
             tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
         else:
@@ -451,7 +444,12 @@ class ClientConnection(asyncio.Protocol):
                 wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
                 self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
             return
-        if self._held.batches or self._is_write_paused or state.login or state.waits_for_room:
+        if (
+            self._held.batches
+            or self._is_write_paused
+            or state.login.request
+            or state.waits_for_room
+        ):
             return
         wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
         if wait_ns > 0:
@@ -478,7 +476,7 @@ class ClientConnection(asyncio.Protocol):
             return  # its buffers go with it
         held_bytes = state.held_bytes
         if self._is_tls:
-            held_bytes += cast("_TlsTransport", self._transport).get_read_buffer_size()
+            held_bytes += cast("Any", self._transport).get_read_buffer_size()
         if held_bytes or self._has_held:
             self._has_held = held_bytes > 0
             has_moved = state.taken_bytes != self._taken_bytes
@@ -569,7 +567,7 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         if not state.is_closing:
             return
-        is_busy = state.answers or state.has_steps or state.login is not None
+        is_busy = state.answers or state.has_steps or state.login.request is not None
         if not (is_busy or self._held.batches or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
                 self._sessions.closed_as_usual(self.peer, state.close_reason)

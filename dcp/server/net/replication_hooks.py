@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from dcp.core.groups import Published
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
+from vbucket.log.commit_group import CommitGroup
 
 
 class ReplicationHooks(Protocol):
@@ -29,3 +31,9 @@ class ReplicationHooks(Protocol):
 
     def after_acknowledgement(self) -> None:
         """A replica's acknowledgement was handled. Answers that waited for it leave now."""
+
+    def group_begun(self, group: CommitGroup) -> None:
+        """A group is about to be written: the commit path calls this first."""
+
+    def group_published(self, published: Published) -> None:
+        """A job of the log is done: tell the parts of the server what that commits."""

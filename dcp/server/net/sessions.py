@@ -14,14 +14,14 @@ from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
 from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.refusal_log import RefusalLog
 from dcp.session.answers.long_requests import LongQueue
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts
 from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import NodeFacts
-from dcp.session.state import SessionState
+from dcp.session.state import ClientLogin, SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -83,10 +83,12 @@ class Sessions:
             engine=self._engine,
             hub=self._hub,
             facts=self._facts,
-            authenticator=logins,
-            peer_is_loopback=is_loopback(peer_host),
+            login=ClientLogin(
+                logins,
+                peer_is_loopback=is_loopback(peer_host),
+                takes_anonymous=self._access.takes_anonymous,
+            ),
             limits=self._access.limits,
-            takes_anonymous=self._access.takes_anonymous,
             faults=self._faults,
             scans=self._scans,
             prefixes=self._prefixes,

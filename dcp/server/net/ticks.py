@@ -13,7 +13,7 @@ from dcp.server.access.access import Access
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.housekeeping import Housekeeping
-from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.observe.log_limiter import RefusalLog
 from vbucket.engine.read_view import Views
 
 TICK_S: Final = 0.25

@@ -2,8 +2,8 @@
 
 asyncio's own server reports a connection once its handshake is done. A handshake that never ends
 would not be counted, so connections are accepted here. During its handshake a connection is a
-newcomer (dcp.server.net.newcomers) and holds HANDSHAKE_BYTES (dcp.server.net.held_bytes), so it can
-be closed to make room.
+newcomer (dcp.server.net.connections) and holds HANDSHAKE_BYTES (dcp.server.net.held_bytes), so it
+can be closed to make room.
 
 Invariants
 - a handshake is counted from its accept until it has become a connection or has failed;

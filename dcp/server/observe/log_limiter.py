@@ -1,7 +1,7 @@
 """Limits how often one peer may cause one kind of log line: a token bucket for each pair.
 
 A client that is refused a thousand times a second causes some lines and a count, not a full disk.
-Pure: time is an argument (seconds of a clock that never goes back).
+`LogLimiter` is pure: time is an argument (seconds of a clock that never goes back).
 
 Invariants
 - of n events of one kind and peer within t seconds, at most BURST + t * LINES_PER_S are admitted;
@@ -11,9 +11,11 @@ Invariants
 
 from __future__ import annotations
 
+import time
 from typing import Final, NamedTuple
 
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
 
 LINES_PER_S: Final = 0.2
 BURST: Final = 10
@@ -81,3 +83,30 @@ class LogLimiter:
         del self._buckets[event, peer]
         if bucket.suppressed:
             self._evicted.append(Suppressed(event, peer, bucket.suppressed))
+
+
+class RefusalLog:
+    """Log lines about refusals, each kind at a bounded rate per host. Lives on one event loop.
+
+    Connections, the TLS listener, the admin port and the pager write here. The upkeep calls `tick`,
+    so suppressed lines are reported even if no further line follows.
+    """
+
+    def __init__(self, log: EventLog, meter: Meter) -> None:
+        self._log = log
+        self._meter = meter
+        self._limiter = LogLimiter()
+
+    def write(self, event: str, peer_host: str, **fields: object) -> None:
+        """Log one refusal, or count it as suppressed."""
+        left_out = self._limiter.admit(event, peer_host, time.monotonic())
+        if left_out is None:
+            self._meter.suppressed_log_lines += 1
+            return
+        if left_out:
+            fields["left_out_before"] = left_out
+        self._log.info(event, **{"peer": peer_host, **fields})
+
+    def tick(self, now_s: float) -> None:
+        """Report suppressed lines; monotonic seconds."""
+        self._limiter.tell(self._log, now_s)

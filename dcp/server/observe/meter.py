@@ -8,16 +8,106 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.server.config.server_settings import SLOW_AFTER_S
-from dcp.server.observe.last_rollbacks import LastRollbacks
-from dcp.server.observe.slow_operations import SlowOperation, SlowOperations
 from dcp.server.observe.tracing import Tracing
+from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.store.environment import partition_in
+
+SLOW_KEPT: Final = 50
+TEXT_COMMAND: Final = "a command of the text protocol"
+_NAMES: Final = {int(opcode): opcode.name for opcode in Opcode}
+
+
+def command_of(answers: bytes) -> str:
+    """Return the command whose answer is the first of these (binary protocol)."""
+    return _NAMES.get(answers[1], "a command") if len(answers) > 1 else "a command"
+
+
+class SlowOperation(NamedTuple):
+    """One slow operation."""
+
+    time_s: float
+    """When it ended, Unix time."""
+    what: str
+    seconds: float
+    peer: str
+    """The client's address; "" if the server itself was slow."""
+    user: str
+
+
+class SlowOperations:
+    """The last slow operations: what took long, when, and for whom. The web console shows them.
+
+    Invariant: at most SLOW_KEPT operations are kept; older ones are dropped.
+    """
+
+    def __init__(self, slow_s: float) -> None:
+        self.slow_s = slow_s
+        """Operations at or above this are slow (setting slow_after)."""
+        self._kept: deque[SlowOperation] = deque(maxlen=SLOW_KEPT)
+        self.count = 0
+        """Since the start, including those that are no longer kept."""
+
+    def note(self, operation: SlowOperation) -> None:
+        """Keep an operation."""
+        self.count += 1
+        self._kept.append(operation)
+
+    def newest_first(self) -> list[SlowOperation]:
+        """Return what is kept."""
+        return list(reversed(self._kept))
+
+
+NAMES_MAX: Final = 200
+"""Twice the consumers that the console lists: some of those that are gone are worth a look."""
+
+
+class LastRollback(NamedTuple):
+    """The newest rollback of a consumer, and how many it had."""
+
+    time_s: float
+    """Unix time."""
+    vb_id: int
+    to_seqno: int
+    kind: str
+    reason: str
+    rollbacks: int
+
+
+class LastRollbacks:
+    """The last rollback of each consumer, by the name of its connection, for the web console.
+
+    A consumer that was rolled back usually rolls back many partitions at once, so its rollbacks are
+    counted, too. Invariant: at most NAMES_MAX names are kept; the oldest rollback makes room.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, LastRollback] = {}
+        """The oldest rollback first."""
+
+    def note(self, fields: dict[str, object], time_s: float) -> None:
+        """Keep a rollback; `fields` are those of the session's note."""
+        name, vb_id, to_seqno = fields["name"], fields["vb_id"], fields["to_seqno"]
+        assert isinstance(name, str)
+        assert isinstance(vb_id, int)
+        assert isinstance(to_seqno, int)
+        before = self._by_name.pop(name, None)
+        count = 1 if before is None else before.rollbacks + 1
+        self._by_name[name] = LastRollback(
+            time_s, vb_id, to_seqno, str(fields["kind"]), str(fields["reason"]), count
+        )
+        while len(self._by_name) > NAMES_MAX:
+            del self._by_name[next(iter(self._by_name))]
+
+    def of(self, name: str) -> LastRollback | None:
+        """Return a consumer's last rollback, None if there was none since the start."""
+        return self._by_name.get(name)
+
 
 REFUSAL_KINDS: Final = ("log_full", "read_only", "enrolling", "store_behind")
 """Reasons for which writes may be refused."""

@@ -27,7 +27,6 @@ BACKUPS_FILE: Final = "backups.json"
 REPORTS_MAX: Final = 200
 """Half a year of daily runs: 100 KB."""
 TEXT_CHARS_MAX: Final = 300
-RESULTS: Final = ("running", "done", "failed", "damaged")
 
 _Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 _Id = Annotated[str, Meta(min_length=1, max_length=64)]

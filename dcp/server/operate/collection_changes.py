@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final
 
+from dcp.server.observe.event_log import EventLog
+from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.engine import Engine
 from vbucket.model.manifest import (
     Manifest,
@@ -30,24 +32,24 @@ class CollectionsRefusedError(Exception):
 
 
 class Collections:
-    """The node's `CollectionsView`. `until_synced` waits for a commit group."""
+    """The node's scopes and collections."""
 
     def __init__(
         self,
         engine: Engine,
-        until_synced: Callable[[int], Awaitable[None]],
-        log_event: Callable[..., None],
+        commits: CommitWaiters,
+        log: EventLog,
         *,
         share: Share | None = None,
     ) -> None:
         """`share` changes the list of the whole cluster; None: the node is alone."""
         self._engine = engine
-        self._until_synced = until_synced
-        self._log_event = log_event
+        self._commits = commits
+        self._log = log
         self._share = share
 
     def manifest(self) -> dict[str, Any]:
-        """Return the committed manifest as JSON."""
+        """Return the committed manifest: {"uid", "scopes": [{"name", "uid", "collections"}]}."""
         return self._engine.keyspace.committed_manifest.json()
 
     async def create_scope(self, scope: str) -> int:
@@ -98,6 +100,6 @@ class Collections:
             is_unknown = isinstance(error, _NOT_FOUND)
             status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
             raise CollectionsRefusedError(status, str(error)) from error
-        await self._until_synced(engine.keyspace.manifest_group)
-        self._log_event(event, path=path, manifest_uid=after.uid)
+        await self._commits.until_synced(engine.keyspace.manifest_group)
+        self._log.info(event, path=path, manifest_uid=after.uid)
         return after.uid

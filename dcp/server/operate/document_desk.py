@@ -21,7 +21,6 @@ import asyncio
 import time
 from base64 import b64encode
 from bisect import insort
-from collections.abc import Callable
 from operator import itemgetter
 from struct import Struct
 from typing import Annotated, Any, Final
@@ -29,6 +28,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from dcp.server.net.sessions import Sessions
 from dcp.server.operate.moments import NotKeptError, seqno_at
 from dcp.server.operate.reports import Cas, Count, Encoding, Seqno, UnixTime, VbId
 from dcp.server.storage.merging import Merging
@@ -239,21 +239,13 @@ class Documents:
         views: Views,
         commits: CommitWaiters,
         merging: Merging,
-        new_state: Callable[[], SessionState],
-        note: Callable[[SessionState], None],
-        *,
-        kick: Callable[[], None],
+        sessions: Sessions,
     ) -> None:
-        """`new_state` makes the state of a session, `note` logs what a session noted, and `kick`
-        has the committer write what is pending.
-        """
         self._engine = engine
         self._views = views
         self._commits = commits
         self._merging = merging
-        self._new_state = new_state
-        self._note = note
-        self._kick = kick
+        self._sessions = sessions
         self._scans = 0
 
     def stored_key(self, key: bytes, collection: str) -> tuple[int, bytes]:
@@ -600,9 +592,9 @@ class Documents:
         return await self._change(user, rights, vb_id, packet)
 
     async def _change(self, user: str, rights: Rights, vb_id: int, packet: bytes) -> Changed:
-        state = self._new_state()
+        state = self._sessions.new_console_state()
         state.faults = FaultTable()
-        state.logged_in(user, rights)
+        state.login.logged_in(user, rights)
         session = Session(state)
         features = b"".join(feature.to_bytes(2, "big") for feature in _FEATURES)
         session.receive(
@@ -615,8 +607,8 @@ class Documents:
             await self._merging.wait(ROOM_WAIT_S)
             if not self._engine.writers_wait or self._engine.write_refusal:
                 session.resume(time.time_ns())
-        self._kick()
-        self._note(state)
+        self._commits.kick()
+        self._sessions.note_console(state)
         answer = _answer_in(state)
         if answer.status:
             # Most refusals tell what is stored, perhaps uncommitted. This one tells nothing of it.

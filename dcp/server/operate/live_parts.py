@@ -21,8 +21,8 @@ from dcp.server.net.held_bytes import HeldBytes
 from dcp.server.net.open_files import connections_within
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
-from dcp.server.storage.backpressure import Backpressure
 from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.storage.health import Backpressure
 from dcp.server.storage.memory_share import item_cache_size
 from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.engine.engine import Engine

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -83,12 +83,9 @@ class Operations:
         meter: Meter,
         log: EventLog,
         *,
-        kick: Callable[[], None],
         copies: ReplicatedBranches | None = None,
     ) -> None:
-        """`kick` has the committer write what is pending. `copies`: what branches partitions that
-        have copies; None on a node alone.
-        """
+        """`copies`: what branches partitions that have copies; None on a node alone."""
         self._engine = engine
         self._connections = connections
         self._merging = merging
@@ -99,7 +96,6 @@ class Operations:
         self._limits = limits
         self._meter = meter
         self._log = log
-        self._kick = kick
         self._copies = copies
 
     # -- partitions ------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ class Operations:
         self._refuse_while_full()
         mending = Mending(self._engine, vb_id, time.time_ns())
         while not mending.step(time.time_ns()):
-            self._kick()
+            self._commits.kick()
             await asyncio.sleep(0)
             while not self._engine.keyspace.has_room:
                 self._refuse_while_full()

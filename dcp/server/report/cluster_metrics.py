@@ -98,7 +98,7 @@ def _lags(of: MetricSources) -> dict[str, _Lag]:
     master, member = _cluster(of).core.master, _cluster(of).session.membership.member
     behind: dict[str, list[tuple[int, int, int]]] = {}
     for vb_id, mastership in master.masterships.items():
-        master.note_acknowledged(mastership)
+        master.watermarks.note_acknowledged(mastership)
         record, synced_seqno = mastership.record, mastership.part.synced_seqno
         for copy in record.copies:
             if copy not in record.filling and copy != member:
@@ -232,7 +232,7 @@ CLUSTER_METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_metadata_store_up", "gauge", "", (),
         "1 while the metadata store answers this node.",
         "0: masters go on, but nobody is elected; start the store",
-        one(lambda of: not _cluster(of).core.master.serving.store_trouble()),
+        one(lambda of: not _cluster(of).core.master.serving.store_trouble),
     ),
     MetricSpec(
         "dcpd_moves_left_vbuckets", "gauge", "", (),

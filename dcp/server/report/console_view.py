@@ -254,8 +254,8 @@ class ConsoleView:
         times, figures = self._sampler.ring.after(after)
         merging = sources.merging
         work = UpkeepWork(
-            round(merging.seconds_under_way, 1), merging.count, meter.merge_failures,
-            merging.trouble, round(meter.last_merge_s, 2),
+            round(merging.progress.seconds, 1), merging.count, meter.merge_failures,
+            merging.progress.trouble, round(meter.last_merge_s, 2),
             sum(meter.compaction_seconds.counts), meter.dropped_versions, meter.dropped_tombstones,
         )  # fmt: skip
         slow = [SlowRow(*operation) for operation in meter.slow.newest_first()]
@@ -315,8 +315,8 @@ class ConsoleView:
             )
         if sources.engine.writers_wait:
             warnings.append("writes wait until the store has caught up with the log")
-        if sources.merging.trouble:
-            warnings.append(f"merges are put off: {sources.merging.trouble}")
+        if sources.merging.progress.trouble:
+            warnings.append(f"merges are put off: {sources.merging.progress.trouble}")
         if sources.faults.rules:
             warnings.append(f"{len(sources.faults.rules)} fault rules are active")
         for name, counts in sources.meter.keeps.items():

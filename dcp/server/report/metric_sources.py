@@ -12,7 +12,7 @@ from dcp.server.net.connections import Connections
 from dcp.server.net.crowd import Crowd
 from dcp.server.observe.about import About
 from dcp.server.observe.meter import Histogram, Meter
-from dcp.server.report.change_ages import ChangeAges
+from dcp.server.report.consumer_watch import ChangeAges
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.process.scrubbing import Scrubbing

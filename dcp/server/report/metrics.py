@@ -373,7 +373,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
         "Duration of the current merge so far, failed attempts included; 0: none runs.",
         "minutes: the store's disk is full, slow or failing",
-        one(lambda of: of.merging.seconds_under_way),
+        one(lambda of: of.merging.progress.seconds),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from dcp.server.net.cluster_config import Ports
+from dcp.server.net.cluster_config import ClusterConfig, Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
 from dcp.server.operate.operations import lag_of
@@ -116,9 +116,9 @@ class Stats:
             dcp_streams=self._hub.stream_count,
             memtable_bytes=engine.keyspace.active_bytes + engine.keyspace.frozen_bytes,
             merges=self._merging.count,
-            merge_seconds=round(self._merging.seconds_under_way, 1),
+            merge_seconds=round(self._merging.progress.seconds, 1),
             write_refusal=self._health.write_refusal,
-            merge_trouble=self._merging.trouble,
+            merge_trouble=self._merging.progress.trouble,
             cas_ahead=cas_ahead(engine),
             scrub=self._scrubbing.brief(),
             quarantined={str(vb_id): why for vb_id, why in engine.keyspace.quarantined.items()},
@@ -373,3 +373,21 @@ _PARTITION_GROUPS: Final[dict[str, Callable[[Partition], Rows]]] = {
     "failovers": _failovers,
     "version-log": _version_log,
 }
+
+
+class ServerFacts:
+    """The `NodeFacts` of all sessions."""
+
+    version = About.version
+
+    def __init__(self, config: ClusterConfig, stats: Stats) -> None:
+        self.bucket = config.bucket
+        self.bucket_config = config.bucket_config
+        self.global_config = config.global_config
+        self.config_version = config.config_version
+        self.address_of = config.address_of
+        self._stats = stats
+
+    def stats(self, group: bytes) -> Rows | None:
+        """Return the statistics of a group, None for an unknown group."""
+        return self._stats.rows(group)

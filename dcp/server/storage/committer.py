@@ -9,24 +9,21 @@ commit of the store a sync takes tens of milliseconds, and reads and heartbeats 
 it. A thread of Python does all other jobs. It also writes groups that the disk did not take, to
 find out why, and all of them if the loops in C are not built.
 
-While groups are small, that thread writes zeros ahead of the log's end: overwriting them takes a
-third less time. While the log grows fast, another thread writes the zeros of its next segment, as
-fast as this one grows. A sync that extends the file waits for the file system's journal, which
-waits for the store's commits. One more thread syncs the log's end mark.
+Zeros are written ahead of the log's end (`dcp.server.storage.log_ahead`): by that thread in this
+segment, by another one in the next. One more thread syncs the log's end mark.
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
-- `on_begin` runs on the loop when a group is begun that is synced, once for each, and before
-  anything else waits for the disk. `on_publish` runs there when a group is as safe as the
-  durability requires;
+- `LogEvents.begun` comes once for each group that is synced, before anything else waits for the
+  disk, and `published` when a group is as safe as the durability requires;
 - if the log has no room (`full_why`), the group stays and is retried with the same bytes until
   there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
 - after any other failed write, a failed sync, or an unexpected exception, nothing is committed any
-  more: `on_failure` ends the process, and the next start recovers.
+  more: `LogEvents.failed` ends the process, and the next start recovers.
 
 `commit`: one append and one sync per group, then the answers. `interval`: one append per group, and
-a sync every `sync_interval_s`, between two groups if they come without a pause. `none`: one append
-per group; the operating system decides when to write.
+a sync every so often (`sync_every`), between two groups if they come without a pause. `none`: one
+append per group; the operating system decides when to write.
 """
 
 from __future__ import annotations
@@ -38,58 +35,53 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
+from dcp.server.storage.log_ahead import LogAhead, Retries, SlowDisk
 from dcp.server.storage.log_thread import GroupThread, Written, start_group_thread
+from dcp.server.storage.merging import Merging
 from vbucket.log.commit_group import CommitGroup
-from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogFullError, SyncFailedError
+from vbucket.log.device import LogFullError, SyncFailedError
 from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import GroupAside, LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/decisions.md)."""
 SLOW_SYNC_NS: Final = 2_000_000
-"""A sync of the loop that takes longer holds up the rest of the server by more than what the thread
-would cost (60 us)."""
-AVOIDING_GROUPS: Final = 16
-AVOIDING_GROUPS_MAX: Final = 256
-"""How many groups the thread writes before the loop tries again: first, and if it is slow every
-time."""
-ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
-"""Room below which more zeros are written: some hundred small groups fill it meanwhile."""
+"""A slower sync of the loop holds up the server by more than the thread would cost (60 us)."""
 PREPARED_FROM_BYTES: Final = 4 << 20
-"""Length of a segment from which the next one is prepared: a server with few changes need not write
-twice as much."""
-PREPARED_SHARE: Final = 1.25
-"""How much is prepared, in lengths of the newest segment so far: then it is done before that one is
-full, even if a sync takes long."""
-RETRY_FIRST_S: Final = 0.25
-RETRY_MAX_S: Final = 5.0
-"""Pauses between attempts on a full disk: short at first, and no burden if it stays full."""
+"""Length of a segment from which the next one is prepared: few changes need no zeros ahead."""
 MARK_AFTER_S: Final = 0.005
-"""How soon the log's end is marked after a sync. Marking takes a tenth of a small commit, so it is
-not done for each of them."""
+"""How soon the log's end is marked after a sync: marking takes a tenth of a small commit."""
 MARK_S: Final = 0.1
-"""Time between syncs of the log's end mark while groups are committed, and after the last one. A
-sync has a thread of its own: beside a large commit of the store it takes tens of milliseconds, and
-groups need not wait for it."""
+"""Time between syncs of the log's end mark while groups are committed, and after the last one. They
+have a thread: beside a large commit of the store one takes tens of milliseconds."""
 JOIN_S: Final = 2.0
 """How long to wait for the thread's end: a disk that does not answer blocks it for ever."""
 
 
-class GroupPace(Protocol):
-    """How fast groups may follow each other (`dcp.server.storage.merging`)."""
+class LogEvents:
+    """What the committer tells, on the loop; `dcp.server.net.after_commit` acts on it."""
 
-    paces: bool
-    """Whether a group may have to wait."""
+    has_replicas = False
+    """Whether to call `begun`: once for each group that is synced, before anything waits for it."""
 
-    def group_taken(self, group_bytes: int) -> None:
-        """A group was taken."""
+    def begun(self, group: CommitGroup) -> None:
+        """A group is about to be written."""
 
-    def pause_s(self) -> float:
-        """Return how long the next group has to wait; 0 if it need not."""
+    def published(self, published: Published) -> None:
+        """A group is as safe as the durability requires."""
+
+    def rotated(self, segment: int) -> None:
+        """The log has sealed a segment; the new one has this number."""
+
+    def full(self, why: str) -> None:
+        """The log has no room for a group, or has room again ("")."""
+
+    def failed(self, error: Exception) -> None:
+        """Nothing is committed any more: end the process. The next start recovers."""
 
 
 class _Work(NamedTuple):
@@ -108,38 +100,25 @@ class Committer:
         self,
         cycle: GroupCycle,
         writer: LogWriter,
+        events: LogEvents,
+        ahead: LogAhead,
         *,
-        finds_room: bool,
-        on_publish: Callable[[Published], None],
-        on_rotated: Callable[[int], None],
-        on_full: Callable[[str], None],
-        on_failure: Callable[[Exception], None],
         sync_seconds: Histogram,
-        on_begin: Callable[[CommitGroup], None] | None = None,
-        pace: GroupPace | None = None,
-        retry_first_s: float = RETRY_FIRST_S,
-        retry_max_s: float = RETRY_MAX_S,
-        room_bytes_min: int = ROOM_BYTES_MIN,
+        pace: Merging | None = None,
+        retries: Retries | None = None,
     ) -> None:
-        """`finds_room`: write zeros ahead of the log's end, which is useless without a sync per
-        group.
-        """
         self._cycle = cycle
         self._writer = writer
         writer.marking = threading.Lock()
         self._device = writer.device
-        self._on_publish = on_publish
-        self._on_begin = on_begin
-        self._on_rotated = on_rotated
-        self._on_full = on_full
-        self._on_failure = on_failure
+        self.events = events
         self._sync_seconds = sync_seconds
         self._pace = pace
         self._pausing: asyncio.TimerHandle | None = None
         """Set while the next group has to wait."""
-        self._retry_first_s = retry_first_s
-        self._retry_max_s = retry_max_s
-        self._room_bytes_min = room_bytes_min
+        self._retries = retries or Retries()
+        self.ahead = ahead
+        self._disk = SlowDisk()
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._marks: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -152,27 +131,15 @@ class Committer:
         self._aside: GroupAside | None = None
         """The group that it writes."""
         self._is_marking = False
-        self._avoiding = 0
-        """Groups that the thread is still to write, because the disk was slow."""
-        self._avoids_next = AVOIDING_GROUPS
         self._is_scheduled = False
-        self._is_reserving = False
-        self._reserves = finds_room
-        self._finds_room = finds_room
-        """Whether zeros can be written ahead in this segment."""
-        self._preparing: asyncio.Future[None] | None = None
-        self._may_prepare = finds_room
-        """Whether the disk takes zeros for the next segment."""
-        self._last_segment_bytes = 0
-        """Length of the last sealed segment, about that of the next one; 0: not known."""
         self._drains = 0
         """Callers that wait until everything is written: groups do not wait meanwhile."""
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
         self._next_mark_sync: asyncio.TimerHandle | None = None
+        self._next_sync: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._pause_s = self._retry_first_s
         self._idle = asyncio.Event()
         self._idle.set()
         self.full_why = ""
@@ -208,6 +175,12 @@ class Committer:
         self._writer.mark_end()  # the timer for it does nothing any more
         self._idle.set()
 
+    def sync_every(self, interval_s: float) -> None:
+        """Sync now, and repeatedly until `stop` (durability `interval`)."""
+        self._cycle.sync_soon()
+        self.kick()
+        self._next_sync = self._loop.call_later(interval_s, self.sync_every, interval_s)
+
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or if the log has no room for it."""
         self._drains += 1
@@ -232,7 +205,8 @@ class Committer:
         """End the threads; sync what it has appended, unless it failed. A group that waits for room
         is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
-        for timer in (self._retry, self._next_mark, self._next_mark_sync, self._pausing):
+        timers = self._retry, self._next_mark, self._next_mark_sync, self._next_sync, self._pausing
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
         if not self._has_started:
@@ -278,13 +252,13 @@ class Committer:
             self._wait_for_room(job, error)
             return
         self._publish(job)
-        if self._finds_room and self._device.room_bytes < self._room_bytes_min:
+        if self.ahead.finds_room and self._device.room_bytes < self.ahead.room_bytes_min:
             self._reserve()
 
     def _tell_begun(self, job: Job) -> None:
         """Tell that a group is being written, if it is synced as well."""
-        if self._on_begin is not None and isinstance(job, WriteGroup) and job.is_synced:
-            self._on_begin(job.group)
+        if self.events.has_replicas and isinstance(job, WriteGroup) and job.is_synced:
+            self.events.begun(job.group)
 
     @property
     def _is_paced(self) -> bool:
@@ -307,29 +281,27 @@ class Committer:
 
     def _is_for_the_loop(self, job: WriteGroup) -> bool:
         record_bytes = RECORD_BYTES + len(job.group.payload)
-        if job.rotates or record_bytes > INLINE_BYTES_MAX or self._avoiding:
+        if job.rotates or record_bytes > INLINE_BYTES_MAX or self._disk.avoiding:
             return False
         # An append that extends the file would wait while zeros are being written.
-        return not (self._is_reserving and record_bytes > self._device.room_bytes)
+        return not (self.ahead.is_reserving and record_bytes > self._device.room_bytes)
 
     def _sync_on_loop(self) -> None:
-        """Sync. If it is slow, the thread syncs the next groups."""
-        if self._sync() < SLOW_SYNC_NS:
-            self._avoids_next = AVOIDING_GROUPS
-            return
-        self._avoiding = self._avoids_next
-        self._avoids_next = min(2 * self._avoids_next, AVOIDING_GROUPS_MAX)
+        if self._sync() >= SLOW_SYNC_NS:
+            self._disk.was_slow()
+        elif self._disk.is_wary:
+            self._disk.was_fast()
 
     def _give(self, job: Job) -> None:
         """Let a thread do a job."""
         self._idle.clear()
         if isinstance(job, WriteGroup):
-            self._avoiding = max(self._avoiding - 1, 0)
+            self._disk.given()
             if self._begin_aside(job):
                 return
             work = self._work_of(job)
         elif job is LogTask.ROTATE:
-            self._last_segment_bytes = self._device.current_bytes
+            self.ahead.rotating()
             work = _Work(self._writer.rotate, self._rotated, job)
         else:
             work = _Work(self._sync, partial(self._written, job), job)
@@ -341,7 +313,7 @@ class Committer:
     def _begin_aside(self, job: WriteGroup) -> bool:
         """Give a group to the thread that needs no interpreter lock, if that can write it."""
         # While zeros are written, no group may be, and the thread of Python does one at a time.
-        if self._group_thread is None or self._is_reserving or not job.is_synced:
+        if self._group_thread is None or self.ahead.is_reserving or not job.is_synced:
             return False
         self._aside = self._writer.begin_append(job.group.number, job.group.payload)
         if self._aside is not None:
@@ -370,18 +342,17 @@ class Committer:
 
     def _rotated(self, segment: int) -> None:
         self._got_room()
-        self._may_prepare = self._reserves
+        self.ahead.rotated()
         self._publish(LogTask.ROTATE)
-        self._finds_room = self._reserves
-        self._on_rotated(segment)
+        self.events.rotated(segment)
         self._go_on()
 
     def _got_room(self) -> None:
         """Tell that the disk has room again, if it was full."""
-        self._pause_s = self._retry_first_s
+        self._retries.begin_again()
         if self.full_why:
             self.full_why = ""
-            self._on_full("")
+            self.events.full("")
 
     def _go_on(self) -> None:
         """Continue after a job of the thread."""
@@ -391,45 +362,34 @@ class Committer:
 
     def _reserve(self) -> None:
         # Publishing a group may have begun the next one.
-        if not self._is_reserving and self._aside is None:
-            self._is_reserving = True
-            self._jobs.put(_Work(self._device.reserve, self._reserved))
-
-    def _reserved(self, _: None) -> None:
-        self._is_reserving = False
-        self._finds_room = self._device.room_bytes >= self._room_bytes_min
+        if not self.ahead.is_reserving and self._aside is None:
+            self.ahead.is_reserving = True
+            self._jobs.put(_Work(self._device.reserve, self.ahead.reserved))
 
     def _prepare(self) -> None:
         """Have more of the next segment prepared, if it is time."""
-        now_bytes = self._device.current_bytes
-        wanted_bytes = PREPARED_SHARE * now_bytes
-        if self._last_segment_bytes:
-            wanted_bytes = min(wanted_bytes, self._last_segment_bytes + PREPARE_BYTES)
-        is_enough = self._device.prepared_bytes >= wanted_bytes
-        if self._may_prepare and not is_enough and now_bytes >= PREPARED_FROM_BYTES:
+        if self.ahead.wants_prepared:
+            self.ahead.is_preparing = True
             prepared = partial(self._guarded, self._prepared, self._device.prepared_bytes)
-            self._preparing = self._loop.run_in_executor(None, self._device.prepare)
-            self._preparing.add_done_callback(prepared)
+            self._loop.run_in_executor(None, self._device.prepare).add_done_callback(prepared)
 
     def _prepared(self, before_bytes: int, done: asyncio.Future[None]) -> None:
-        self._preparing = None
+        self.ahead.prepared(before_bytes)
         done.result()
-        self._may_prepare = self._device.prepared_bytes > before_bytes
 
     def _wait_for_room(self, job: Job, error: LogFullError) -> None:
         """Retry a job later: the disk is full, and the log is as it was before."""
-        self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
-        self._pause_s = min(2 * self._pause_s, self._retry_max_s)
+        self._retry = self._loop.call_later(self._retries.next_s(), self._guarded, self._give, job)
         if not self.full_why:
             self.full_why = str(error)
-            self._on_full(self.full_why)
+            self.events.full(self.full_why)
         self._idle.set()  # `drain` gives up
 
     def _publish(self, job: Job) -> None:
         published = self._cycle.done(job)
         if published.group is not None:
-            self._on_publish(published)
-            if self._preparing is None:
+            self.events.published(published)
+            if not self.ahead.is_preparing and self._device.current_bytes >= PREPARED_FROM_BYTES:
                 self._prepare()
         if self._next_mark is None:  # a sync or a new segment moves the end on disk, too
             self._next_mark = self._loop.call_later(MARK_AFTER_S, self._guarded, self._mark)
@@ -467,7 +427,7 @@ class Committer:
 
     def _fail(self, error: Exception) -> None:
         self.halt()
-        self._on_failure(error)
+        self.events.failed(error)
 
     # -- on a thread, or on the loop for small groups ----------------------------------------------
 
@@ -500,25 +460,3 @@ class Committer:
         took_ns = time.monotonic_ns() - began_ns
         self._sync_seconds.observe(took_ns / 1e9)
         return took_ns
-
-
-class PeriodicSync:
-    """Syncs the log every `interval_s` (durability `interval`), until `stop`."""
-
-    def __init__(self, cycle: GroupCycle, committer: Committer, interval_s: float) -> None:
-        self._cycle = cycle
-        self._committer = committer
-        self._interval_s = interval_s
-        self._next: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Sync now, and repeatedly."""
-        self._cycle.sync_soon()
-        self._committer.kick()
-        self._next = asyncio.get_running_loop().call_later(self._interval_s, self.start)
-
-    def stop(self) -> None:
-        """Stop syncing."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None

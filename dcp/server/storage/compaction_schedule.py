@@ -2,7 +2,7 @@
 
     plan      the store process finds floors that are worth raising      (vbucket.upkeep.retention)
     raise     the engine raises them as far as open streams and read views allow, and logs them;
-              no rollback goes below them from then on                   (dcp.stream.pins)
+              no rollback goes below them from then on                   (dcp.core.floors)
     compact   the store process drops what they allow, in slices         (vbucket.upkeep.compaction)
 
 Invariants
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
@@ -86,13 +86,7 @@ class Compaction:
         meter: Meter,
         log: EventLog,
         settings: Settings,
-        *,
-        kick: Callable[[], None],
-        refresh_store: Callable[[], None],
     ) -> None:
-        """`kick` commits pending changes; `refresh_store` moves readers to the store's newest
-        state.
-        """
         self._engine = engine
         self._floors = floors
         self._hub = hub
@@ -102,8 +96,6 @@ class Compaction:
         self._health = health
         self._meter = meter
         self._log = log
-        self._kick = kick
-        self._refresh_store = refresh_store
         self.interval_s = settings.compact_interval_s
         self.windows = windows_of(
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
@@ -210,7 +202,7 @@ class Compaction:
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
             if self._engine.keyspace.has_pending:
-                self._kick()
+                self._commits.kick()
             await asyncio.sleep(0)
 
     def _as_master_says(self, step: FloorStep) -> FloorStep | None:
@@ -267,7 +259,7 @@ class Compaction:
         if not floors:
             return False
         report = await process.compact(floors)
-        self._refresh_store()
+        self._floors.store.refresh()
         self._meter.compaction_seconds.observe(process.compact_s)
         self._meter.dropped_versions += report.versions
         self._meter.dropped_tombstones += report.tombstones

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Final
 
-from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
@@ -26,10 +25,9 @@ async def expire_when_due(
     commits: CommitWaiters,
     refusals: RefusalLog,
     *,
-    kick: Callable[[], None],
     interval_s: float,
 ) -> None:
-    """Expire documents until cancelled. `kick` commits pending changes."""
+    """Expire documents until cancelled."""
     while True:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
@@ -38,7 +36,7 @@ async def expire_when_due(
                 await commits.until_synced(engine.keyspace.group)
             await asyncio.sleep(REST_S)
         if engine.keyspace.has_pending:
-            kick()
+            commits.kick()
         for damage in pager.damages:
             refusals.write("expiry failed", "", reason=damage)
         pager.damages.clear()

@@ -4,16 +4,30 @@ The node reports when it is ready, the committer when the log has no room, backp
 store is behind, a member of a cluster when the metadata store went back. /readyz, the status, the
 metrics and all background writers ask here.
 
+Backpressure is what happens to writers while the store cannot keep up with them:
+
+    ROOM     the memtables have room                       writes are taken
+    WAITING  they are full; a merge should soon make room  writes wait, for `wait_s` at most
+    REFUSED  no merge made room in that time               writes get ETMPFAIL, with the reason
+
+    ROOM -- full --> WAITING -- wait_s is over --> REFUSED
+    WAITING, REFUSED -- a merge made room --> ROOM
+
+Only sessions whose next command writes wait. Reads, logins, NOOPs, acknowledgements and streams
+never do.
+
 Invariant: while the log has no room, or the server started read-only, the engine refuses writes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from dcp.server.observe.event_log import EventLog
-from dcp.server.storage.backpressure import Pressure
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Hold
 
@@ -22,6 +36,14 @@ READ_ONLY_TEXT: Final = (
 )
 STORE_OLDER: Final = "metadata_store_older"
 LOG_FULL_TEXT: Final = "writes are refused until there is room for the server's log"
+
+
+class Pressure(Enum):
+    """What happens to writers: see the module."""
+
+    ROOM = auto()
+    WAITING = auto()
+    REFUSED = auto()
 
 
 class OlderStore(NamedTuple):
@@ -125,3 +147,76 @@ class Health:
             self._is_behind = False
         if pressure is not Pressure.WAITING:
             self._let_writers_go_on()
+
+
+class MergeProgress:
+    """How the merge of the log into the store stands (`dcp.server.storage.merging`)."""
+
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        """When the running merge began, monotonic; 0: none runs."""
+        self.trouble = ""
+        """Why it must be retried; "" if it need not."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the running merge has taken so far; 0 if none runs."""
+        return time.monotonic() - self.began_s if self.began_s else 0.0
+
+    def why_behind(self) -> str:
+        """Return why the store is behind."""
+        if self.trouble:
+            return self.trouble
+        if self.began_s:
+            return f"a merge has been running for {self.seconds:.0f} s"
+        return "it has fallen behind"
+
+
+class Backpressure:
+    """Steps of pressure. Lives on one event loop. `wait_s` is the setting write_wait.
+
+    `update` is called after each commit group and whenever a merge has made room, `reword` when
+    a merge has met trouble.
+    """
+
+    def __init__(self, engine: Engine, health: Health, wait_s: float) -> None:
+        self._engine = engine
+        self._health = health
+        self.merge = MergeProgress()
+        self.wait_s = wait_s
+        self._timer: asyncio.TimerHandle | None = None
+        self.pressure = Pressure.ROOM
+
+    def update(self) -> None:
+        """Check how full the memtables are now."""
+        is_full = self._engine.keyspace.is_overfull
+        if is_full and self.pressure is Pressure.ROOM:
+            self.pressure = Pressure.WAITING
+            self._engine.let_writers_wait()
+            self._timer = asyncio.get_running_loop().call_later(self.wait_s, self._refuse)
+            self._health.pressure_changed(self.pressure, "")
+        elif not is_full and self.pressure is not Pressure.ROOM:
+            self.pressure = Pressure.ROOM
+            self.stop()
+            self._engine.refuse_writes("", Hold.STORE_BEHIND)
+            self._health.pressure_changed(self.pressure, "")
+
+    def stop(self) -> None:
+        """Cancel the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def reword(self) -> None:
+        """Update the reason of the refusal: a merge that was only slow may have failed since."""
+        if self.pressure is Pressure.REFUSED:
+            self._engine.refuse_writes(self._refusal(), Hold.STORE_BEHIND)
+
+    def _refusal(self) -> str:
+        return f"writes are refused until the store has caught up: {self.merge.why_behind()}"
+
+    def _refuse(self) -> None:
+        self.pressure = Pressure.REFUSED
+        why = self._refusal()
+        self._engine.refuse_writes(why, Hold.STORE_BEHIND)
+        self._health.pressure_changed(self.pressure, why)

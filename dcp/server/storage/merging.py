@@ -20,14 +20,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle, MergeDuty, Pacing, Work, left_of_merge_s
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
+from dcp.server.storage.health import Backpressure
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import StoreQueue
+from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.upkeep.merge import MergeReport
@@ -47,14 +50,13 @@ class Merging:
         self,
         engine: Engine,
         cycle: MergeCycle,
+        groups: GroupCycle,
         device: LogDevice,
         queue: StoreQueue,
+        commits: CommitWaiters,
+        pressure: Backpressure,
         meter: Meter,
         log: EventLog,
-        *,
-        kick: Callable[[], None],
-        merge_again: Callable[[], None],
-        on_room: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._cycle = cycle
@@ -62,13 +64,12 @@ class Merging:
         self._queue = queue
         self._meter = meter
         self._log = log
-        self._kick = kick
-        self._merge_again = merge_again
-        self._on_room = on_room
+        self._groups = groups
+        self._commits = commits
+        self._pressure = pressure
+        self.progress = pressure.merge
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when a merge fails."""
-        self._began_s = 0.0
-        """When the running merge began, monotonic; 0: none runs."""
         self.paces = False
         """Whether commit groups may have to wait: a merge runs, or the last pause is not over."""
         self._pacing = Pacing(engine.keyspace)
@@ -79,21 +80,12 @@ class Merging:
         self._deleting: asyncio.Future[None] | None = None
         """The deletion of merged segments, in a thread: removing 64 MiB takes milliseconds."""
         self.count = 0
-        self.trouble = ""
-        """Why the current merge must be retried; "" if it need not."""
-        self.on_trouble: Callable[[], None] = _nobody_asks
-        """Called when `trouble` has changed."""
-
-    @property
-    def seconds_under_way(self) -> float:
-        """How long the running merge has taken so far; 0 if none runs."""
-        return time.monotonic() - self._began_s if self._began_s else 0.0
 
     def left_s(self) -> float:
         """Estimate how long the running merge will take, the wait for its turn included; 0 if none
         runs. It takes about as long as the last one.
         """
-        if not self._began_s:
+        if not self.progress.began_s:
             return 0.0
         ahead_s = under_way_s = 0.0
         if self._duty.is_under_way:
@@ -106,26 +98,18 @@ class Merging:
         """A commit group was taken; it may delay the next one."""
         self._pacing.taken(time.monotonic(), group_bytes, self.left_s())
         self._meter.paced_s = self._pacing.paused_s
-        self.paces = bool(self._began_s) or self._pacing.is_slowing
+        self.paces = bool(self.progress.began_s) or self._pacing.is_slowing
 
     def pause_s(self) -> float:
         """Return how long the next commit group has to wait; 0 if it need not."""
         return self._pacing.pause_s(time.monotonic()) if self._pacing.is_slowing else 0.0
 
-    def why_behind(self) -> str:
-        """Return why the store is behind."""
-        if self.trouble:
-            return self.trouble
-        if self._began_s:
-            return f"a merge has been running for {self.seconds_under_way:.0f} s"
-        return "it has fallen behind"
-
     async def merge(self) -> None:
         """Merge the sealed segments of the log; then drop the frozen layer, in slices."""
         segments = self._cycle.begin(self._device.segments())
-        self._began_s = time.monotonic()
+        self.progress.began_s = time.monotonic()
         self.paces = True
-        self._duty.rotated(self._began_s)
+        self._duty.rotated(self.progress.began_s)
         merged = self._cycle.merged(await self._merge(segments))
         for vb_id, why in merged.entered.items():
             self._log.error("quarantined", vb_id=vb_id, reason=why)
@@ -133,14 +117,15 @@ class Merging:
             self._log.info("out of quarantine", vb_id=vb_id)
         await self._delete(merged.deletable)
         await self._drop_frozen()
-        self._began_s = 0.0
+        self.progress.began_s = 0.0
         self._duty.end()
         self.count += 1
         if self._engine.keyspace.wants_freeze:
             # If writers wait, no group comes that would begin the next merge.
-            self._merge_again()
+            self._groups.begin_merge()
+            self._commits.kick()
         if self._engine.keyspace.has_pending:
-            self._kick()
+            self._commits.kick()
         await self._notify()
 
     async def _drop_frozen(self) -> None:
@@ -148,7 +133,7 @@ class Merging:
         while not is_over:
             began_s = time.monotonic()
             is_over = self._cycle.drop_slice()
-            self._on_room()
+            self._pressure.update()
             took_s = time.monotonic() - began_s
             await asyncio.sleep(0 if self._must_hurry else self._duty.rest_s(took_s))
 
@@ -171,10 +156,10 @@ class Merging:
         engine = self._engine
         group = engine.keyspace.merge_soon()
         while engine.keyspace.merged_group < group:
-            self._kick()
+            self._commits.kick()
             async with self._changed:
-                if self.trouble:
-                    raise MergeTroubleError(self.trouble)
+                if self.progress.trouble:
+                    raise MergeTroubleError(self.progress.trouble)
                 await self._changed.wait()
             if engine.keyspace.merged_group < group:
                 engine.keyspace.merge_soon()  # that merge had begun before
@@ -192,9 +177,9 @@ class Merging:
             return report
 
         report = await self._queue.do_until_done(Work.MERGE, ask, self._put_off)
-        if self.trouble:
+        if self.progress.trouble:
             self._log.info("merging continues")
-        self.trouble = ""
+        self.progress.trouble = ""
         return report
 
     @property
@@ -239,20 +224,16 @@ class Merging:
 
     async def _put_off(self, error: Exception, pause_s: float) -> None:
         self._meter.merge_failures += 1
-        if not self.trouble:
+        if not self.progress.trouble:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
-        self.trouble = str(error)
+        self.progress.trouble = str(error)
         self._duty.end()
-        self.on_trouble()
+        self._pressure.reword()
         await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def _nobody_asks() -> None:
-    """Do nothing: nobody waits for trouble."""
 
 
 def _delete(device: LogDevice, segments: Sequence[int]) -> None:

@@ -21,13 +21,17 @@ _WHOLE_LOG: Final = -1
 
 
 class CommitWaiters:
-    """See the module. Lives on one event loop. `kick` has the committer write what is pending."""
+    """See the module. Lives on one event loop. `kick` is that of the committer."""
 
     def __init__(self, engine: Engine, kick: Callable[[], None]) -> None:
         self._engine = engine
         self._kick = kick
         self._waiting: dict[tuple[int, int], list[asyncio.Future[None]]] = {}
         """By partition (or _WHOLE_LOG) and group."""
+
+    def kick(self) -> None:
+        """Have the committer write what is pending."""
+        self._kick()
 
     async def until_partition(self, vb_id: int) -> None:
         """Return once all changes made to a partition are committed."""

@@ -249,7 +249,7 @@ class HeldAnswers:
         return MarkedAnswers(
             list(state.answers), marks, changes, state.wait_group, read_ns,
             self._commit_timeout_ns, needs_commit=self._needs_commit,
-            error_body=state.error_body, json_datatype=state.has_json,
+            error_body=state.error_body, json_datatype=state.hello.has_json,
         )  # fmt: skip
 
     def _expire_at(self, due_ns: int | None) -> None:

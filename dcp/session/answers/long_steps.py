@@ -37,7 +37,7 @@ def begin_steps(
         return
     steps.close()
     request = LongRequest(
-        make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=state.user,
+        make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=state.login.user,
         durability=state.durability,
     )  # fmt: skip
     state.long_queue.enter(request, state.engine.now_ns)
@@ -83,9 +83,9 @@ def end_long(state: SessionState) -> None:
 
 def _check_still_may(state: SessionState, request: LongRequest, check_guard: CheckGuard) -> None:
     """Raise RefusedError if the client may not do any more what it waits for."""
-    if state.rights is None:
-        raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.stale_user))
-    has_all = state.rights.has_all_documents
+    if state.login.rights is None:
+        raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.login.stale_user))
+    has_all = state.login.rights.has_all_documents
     if not has_all and (why := state.denial(request.opcode, request.wire_key)):
         raise RefusedError(Status.EACCESS, why)
     if request.durability is not None:

@@ -55,7 +55,7 @@ class CountedHandlers:
     def count(self, opcode: int, wire_key: bytes, answered: int) -> None:
         """Count a command that is done; `answered` is how many answers there were before it."""
         state = self._state
-        _, key = split_key(wire_key, has_collections=state.has_collections)
+        _, key = split_key(wire_key, has_collections=state.hello.has_collections)
         if opcode in _COUNTED_GETS:
             answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
             state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")

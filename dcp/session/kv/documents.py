@@ -121,12 +121,12 @@ class DocumentCommands:
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
             raise RefusedError(Status.EINVAL, "a store needs 8 bytes of extras and a key")
-        if datatype & ~state.datatypes:
+        if datatype & ~state.hello.datatypes:
             check_datatype(state, datatype)
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
         body = buffer[key_at:end]
-        if state.has_collections:
+        if state.hello.has_collections:
             if (key[0] or key_len == 1) and self._has_stored_capped(
                 opcode, key, datatype, vb_id, opaque, cas, buffer[start:key_at], body
             ):
@@ -136,7 +136,7 @@ class DocumentCommands:
         else:
             if key_len > MAX_KEY_BYTES:
                 raise _long_key(key_len)
-            if state.hashes_keys:
+            if state.hello.hashes_keys:
                 vb_id = vbucket_of(key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
@@ -182,7 +182,7 @@ class DocumentCommands:
             state.observes(vb_id)
         if opcode in _QUIET_CHANGES:
             return
-        if extras is None and state.has_mutation_tokens:
+        if extras is None and state.hello.has_mutation_tokens:
             answer = _pack_token(
                 0x81, opcode, 0, 16, 0, 0, 16 + len(value), opaque, cas, part.vb_uuid, seqno
             )
@@ -272,7 +272,7 @@ class DocumentCommands:
             raise RefusedError(Status.EINVAL, "a delete takes a key and nothing else")
         vb_id, key = self.locate(vb_id, state.buffer[start:end])
         status, new_cas, seqno = self._engine.delete(vb_id, key, cas)
-        if state.hashes_keys:
+        if state.hello.hashes_keys:
             new_cas = 0  # memcached's clients and their conformance suite expect none
         self.answer_change(opcode, opaque, vb_id, (status, new_cas, seqno))
 
@@ -293,9 +293,9 @@ class DocumentCommands:
         if extras_len or not key_len or start + key_len != end:
             raise RefusedError(Status.EINVAL, "a get takes a key and nothing else")
         key = wire_key = state.buffer[start:end]
-        if not (state.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1) or (
-            vb_id >= self._num_vbuckets
-        ):
+        if not (
+            state.hello.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1
+        ) or (vb_id >= self._num_vbuckets):
             vb_id, key = self.locate(vb_id, wire_key)
         engine = self._engine
         engine.gets += 1
@@ -315,10 +315,10 @@ class DocumentCommands:
         value = entry[MUTATION_KEY_AT + key_bytes :]
         flags = entry[FLAGS_AT : FLAGS_AT + 4]
         if datatype > DATATYPE_JSON:
-            datatype, value = shown(datatype, value, state.datatypes)
+            datatype, value = shown(datatype, value, state.hello.datatypes)
         if opcode == _GET:
             response = _pack_get(
-                0x81, _GET, 0, 4, datatype & state.datatypes, 0, 4 + len(value), opaque,
+                0x81, _GET, 0, 4, datatype & state.hello.datatypes, 0, 4 + len(value), opaque,
                 document_cas, flags,
             )  # fmt: skip
             state.answers.append(response + value)
@@ -326,7 +326,7 @@ class DocumentCommands:
             if opcode not in _READS_WITH_KEY:
                 wire_key = b""
             response = _pack_get(
-                0x81, opcode, len(wire_key), 4, datatype & state.datatypes, 0,
+                0x81, opcode, len(wire_key), 4, datatype & state.hello.datatypes, 0,
                 4 + len(wire_key) + len(value), opaque, document_cas, flags,
             )  # fmt: skip
             state.answers.append(response + wire_key + value)
@@ -354,7 +354,7 @@ class DocumentCommands:
     def locate(self, vb_id: int, wire_key: bytes) -> tuple[int, bytes]:
         """Return the partition and the stored key. Raises RefusedError."""
         state = self._state
-        if state.has_collections:
+        if state.hello.has_collections:
             if wire_key[0] or len(wire_key) == 1:
                 self._collection_of(wire_key)
             if len(wire_key) > MAX_KEY_BYTES + 1:
@@ -363,7 +363,7 @@ class DocumentCommands:
         else:
             if len(wire_key) > MAX_KEY_BYTES:
                 raise _long_key(len(wire_key))
-            if state.hashes_keys:
+            if state.hello.hashes_keys:
                 vb_id = vbucket_of(wire_key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + wire_key
         if vb_id >= self._num_vbuckets:
@@ -373,7 +373,7 @@ class DocumentCommands:
     def miss(self, opcode: int, opaque: int) -> None:
         """Answer that there is no such document, with a text for memcached's clients only."""
         state = self._state
-        if state.hashes_keys:
+        if state.hello.hashes_keys:
             body = state.error_body("", Status.KEY_ENOENT)
             state.answer_json(opcode, opaque, Status.KEY_ENOENT, body)
         else:

@@ -142,7 +142,7 @@ class DocumentReadCommands:
         """Answer some document of a collection, by default of the default one."""
         if len(request.extras) not in {0, U32.size} or request.key or request.value:
             raise RefusedError(Status.EINVAL, "GET_RANDOM_KEY takes 0 or 4 bytes of extras")
-        if request.extras and not self._state.has_collections:
+        if request.extras and not self._state.hello.has_collections:
             raise RefusedError(Status.EINVAL, "a collection needs collections (HELLO 0x12)")
         collection_id = int.from_bytes(request.extras, "big")
         engine = self._engine
@@ -177,13 +177,17 @@ class DocumentReadCommands:
                 document = self._engine.get(part.vb_id, key)
                 if not isinstance(document, int):
                     self._state.observes(part.vb_id)
-                    self._answer(request, document, key if self._state.has_collections else key[1:])
+                    self._answer(
+                        request,
+                        document,
+                        key if self._state.hello.has_collections else key[1:],
+                    )
                     return True
         return False
 
     def _answer(self, request: Frame, document: StoredDocument, key: bytes = b"") -> None:
         state = self._state
-        datatype, value = shown(document.datatype, document.value, state.datatypes)
+        datatype, value = shown(document.datatype, document.value, state.hello.datatypes)
         state.send(
             pack_response(
                 request.opcode, opaque=request.opaque, cas=document.cas, extras=document.flags,

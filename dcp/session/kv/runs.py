@@ -62,9 +62,9 @@ class DocumentRuns:
         state = self._state
         if self._engine.locks.held:
             return _NO_RUNS  # a run does not look for locks
-        if not state.has_collections:
+        if not state.hello.has_collections:
             return self._plain_runs
-        return self._all_runs if state.has_mutation_tokens else self._reading_runs
+        return self._all_runs if state.hello.has_mutation_tokens else self._reading_runs
 
     def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
         """Add runs of other opcodes. They take keys with their collection; answers of changes carry
@@ -76,9 +76,9 @@ class DocumentRuns:
     def _form(self) -> int:
         state = self._state
         return (
-            (0 if state.has_collections else UNPREFIXED)
-            | (HASHED if state.hashes_keys else 0)
-            | (TOKENS if state.has_mutation_tokens else 0)
+            (0 if state.hello.has_collections else UNPREFIXED)
+            | (HASHED if state.hello.hashes_keys else 0)
+            | (TOKENS if state.hello.has_mutation_tokens else 0)
             | (UNMARKED if state.marks is None else 0)  # what waits otherwise has its own mark
         )
 
@@ -90,11 +90,13 @@ class DocumentRuns:
             return position
         first_answer, first_entry = len(answers), len(keyspace.pending)
         expiring, observed = list[bytes](), list[int]()
-        refusals = refusal_answers(state.has_xerror, state.hashes_keys, state.has_json)
+        refusals = refusal_answers(
+            state.hello.has_xerror, state.hello.hashes_keys, state.hello.has_json
+        )
         try:
             after, made_bytes = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-                keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
+                keyspace.group, engine.now_ns, state.hello.has_json, state.limits.value_bytes_max,
                 self._form(), engine.now_s, expiring,
                 int((1 - state.work) * CHANGES_BYTES_MAX) + 1, observed, *refusals,
             )  # fmt: skip
@@ -119,9 +121,9 @@ class DocumentRuns:
         if run is None:
             return position
         after, answered, hits, misses, value_bytes = run.answer(
-            state.buffer, position, end, state.answers, state.datatypes, engine.now_s,
+            state.buffer, position, end, state.answers, state.hello.datatypes, engine.now_s,
             engine.commits.committed_group, ANSWER_BYTES_MAX - state.unread_bytes,
-            self._form(), _MISS_TEXT if state.hashes_keys else b"",
+            self._form(), _MISS_TEXT if state.hello.hashes_keys else b"",
         )  # fmt: skip
         if answered:
             engine.item_cache.hits += hits

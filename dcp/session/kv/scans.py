@@ -109,7 +109,7 @@ class ScanCommands:
             raise RefusedError(
                 Status.EINVAL, "a range scan request takes a JSON object and nothing else"
             )
-        if not request.datatype & self._state.has_json & DATATYPE_JSON:
+        if not request.datatype & self._state.hello.has_json & DATATYPE_JSON:
             why = "negotiate JSON (HELLO 0x0b), and send the request with datatype 0x01"
             raise RefusedError(Status.EINVAL, why)
         try:
@@ -170,13 +170,13 @@ class ScanCommands:
             start, end, excluded = _bounds_of(prefix, asked.range)
         self._check_rights(collection_id, start[len(prefix) :], end[len(prefix) :])
         try:
-            view = scans.views.open(part.vb_id, owner=state.user)
+            view = scans.views.open(part.vb_id, owner=state.login.user)
         except TooManyViewsError as error:
             raise RefusedError(Status.ETMPFAIL, str(error)) from error
         made = RangeScan(
             view.scan(start, end, with_values=not asked.key_only),
             state,
-            state.user,
+            state.login.user,
             collection_id,
             is_key_only=asked.key_only,
             now_s=self._state.engine.now_s,
@@ -195,17 +195,17 @@ class ScanCommands:
     def _check_rights(self, collection_id: int, start: bytes, end: bytes) -> None:
         """Raise RefusedError if the user may not read every key of the range."""
         state = self._state
-        assert state.rights is not None, "asked before the login"
-        if state.rights.is_full:
+        assert state.login.rights is not None, "asked before the login"
+        if state.login.rights.is_full:
             return
         shared = 0
         while shared < min(len(start), len(end)) and start[shared] == end[shared]:
             shared += 1
         path = state.engine.keyspace.manifest.path_of(collection_id)
-        denial = state.rights.denial(Opcode.GET, path, start[:shared])
+        denial = state.login.rights.denial(Opcode.GET, path, start[:shared])
         if denial is not None:
             raise RefusedError(
-                Status.EACCESS, f"user {state.user!r} may not scan this: {denial.why}"
+                Status.EACCESS, f"user {state.login.user!r} may not scan this: {denial.why}"
             )
 
     # -- continue and cancel -----------------------------------------------------------------------
@@ -259,7 +259,7 @@ class ScanCommands:
         """Return the client's own scan. Raises RefusedError."""
         state = self._state
         assert state.scans is not None
-        scan = state.scans.find(scan_id, request.vb_id, state.user)
+        scan = state.scans.find(scan_id, request.vb_id, state.login.user)
         if scan is None:
             why = "there is no such scan: it is done, given up, or its connection closed"
             raise RefusedError(Status.KEY_ENOENT, why)

@@ -133,7 +133,7 @@ class UpdateCommands:
             state.spend(len(document.value) / CHANGES_BYTES_MAX)  # it was read, if not written
         if document is not None and request.opcode != Opcode.TOUCH:
             flags = document.flags
-            datatype, value = shown(document.datatype, document.value, state.datatypes)
+            datatype, value = shown(document.datatype, document.value, state.hello.datatypes)
         self._documents.answer_change(
             request.opcode, request.opaque, vb_id, outcome, value, flags, datatype
         )
@@ -161,7 +161,7 @@ class UpdateCommands:
         expiry = time_ns_from_cas(meta.cas) // 1_000_000_000 if is_deleted else meta.expiry
         extras = META_EXTRAS.pack(is_deleted, meta.flags, expiry & 0xFFFF_FFFF, meta.rev_seqno)
         if request.extras:
-            extras += bytes([meta.datatype & (state.datatypes | ~SNAPPY)])
+            extras += bytes([meta.datatype & (state.hello.datatypes | ~SNAPPY)])
         cas = state.engine.locks.shown_cas(part, key, meta.seqno, meta.cas)
         state.answers.append(
             pack_response(request.opcode, opaque=request.opaque, cas=cas, extras=extras)

@@ -51,7 +51,7 @@ def check_datatype(state: SessionState, datatype: int) -> None:
     """Raise RefusedError for a datatype that a command with a plain value cannot have. Stored, it
     would mislead whoever streams the document.
     """
-    wrong = datatype & ~state.datatypes
+    wrong = datatype & ~state.hello.datatypes
     if not wrong:
         return
     unknown = wrong & ~(JSON | SNAPPY | DATATYPE_XATTR)

@@ -131,22 +131,22 @@ class WithMetaCommands:
             options or datatype or is_removal or value_bytes < 0
             or not 0 < rev_seqno <= REV_SEQNO_MAX or not 0 < meta_cas < CAS_SPECIAL
         ):  # fmt: skip
-            known = _OPTIONS | FIT_META * state.has_fit_meta
+            known = _OPTIONS | FIT_META * state.hello.has_fit_meta
             numbers = rev_seqno, meta_cas, value_bytes, datatype
             problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
                 raise RefusedError(Status.EINVAL, problem)
             check_datatype(state, datatype & ~DATATYPE_XATTR)
         key = buffer[key_at : key_at + key_len]
-        assert state.rights is not None
-        is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
+        assert state.login.rights is not None
+        is_plain = value_bytes <= state.limits.value_bytes_max and state.login.rights.is_full
         if not is_plain:
             if value_bytes > state.limits.value_bytes_max:
                 raise too_big(state)
             if why := state.denial(opcode, key):
                 state.deny(opcode, opaque, why)
                 return
-        if state.has_collections and not key[0] and 1 < key_len <= MAX_KEY_BYTES:
+        if state.hello.has_collections and not key[0] and 1 < key_len <= MAX_KEY_BYTES:
             body = buffer[key_at:end]
         else:
             vb_id, key = documents.locate(vb_id, key)
@@ -178,7 +178,7 @@ def cas_refusal(state: SessionState, cas: int) -> RefusedError:
     """
     drift_s = state.engine.cas_drift_ns / 1e9
     ahead_s = (time_ns_from_cas(cas) - state.engine.now_ns) / 1e9
-    status = Status.CAS_VALUE_INVALID if state.has_xerror else Status.EINVAL
+    status = Status.CAS_VALUE_INVALID if state.hello.has_xerror else Status.EINVAL
     return RefusedError(
         status,
         f"the CAS {cas} is {ahead_s:.0f} s ahead of this server's clock, and may be {drift_s:g} s "
@@ -224,7 +224,7 @@ def _stored_form(
     if not datatype & DATATYPE_XATTR:
         return packed_body(state, datatype, body, key_bytes)
     problem = "XATTRs (datatype 0x04) were not negotiated (HELLO 0x06)"
-    if state.has_xattr:
+    if state.hello.has_xattr:
         datatype, body = plain_body(state, datatype, body, key_bytes)
         value = body[key_bytes:]
         problem = problem_of(value)
@@ -254,14 +254,14 @@ class PutFramesCommand:
     def put(self, request: Frame) -> None:
         """Check the request, then load all frames, or apply those that win."""
         state, vb_id, value = self._state, request.vb_id, request.value
-        if not (state.has_put_frames and state.has_collections):
+        if not (state.hello.has_put_frames and state.hello.has_collections):
             raise RefusedError(Status.NOT_SUPPORTED, _FEATURES)
         has_extras = len(request.extras) == PUT_FRAMES_REQUEST.size
         if not has_extras or request.key or len(value) > PUT_FRAMES_BYTES_MAX:
             problem = f"u32 options, u32 number, no key, a value of up to {PUT_FRAMES_BYTES_MAX}"
             raise RefusedError(Status.EINVAL, f"this command has {problem} bytes")
         options, count = PUT_FRAMES_REQUEST.unpack(request.extras)
-        if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * state.has_fit_meta):
+        if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * state.hello.has_fit_meta):
             raise RefusedError(Status.EINVAL, f"unknown options 0x{options:x}")
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
@@ -281,7 +281,7 @@ class PutFramesCommand:
     def _may_be_loaded(self, vb_id: int) -> bool:
         """Whether the packet may go straight into the store, where frames keep what they have."""
         state = self._state
-        keeps_all = state.has_xattr and state.marks is None
+        keeps_all = state.hello.has_xattr and state.marks is None
         return bool(keeps_all) and state.engine.loads.takes(vb_id, state.engine.now_ns)
 
     def _load(self, request: Frame, options: int, count: int) -> None:
@@ -318,7 +318,9 @@ class PutFramesCommand:
         state, vb_id, value = self._state, request.vb_id, request.value
         fits_meta = bool(options & FIT_META)
         try:
-            frames = Frames(value, count, vb_id, fits_meta=fits_meta, takes_xattrs=state.has_xattr)
+            frames = Frames(
+                value, count, vb_id, fits_meta=fits_meta, takes_xattrs=state.hello.has_xattr
+            )
         except MalformedFramesError as error:
             raise RefusedError(Status.EINVAL, str(error)) from error
         refused: list[int] = []

@@ -237,7 +237,7 @@ class SubdocCommands:
             self._refuse(opcode, opaque, found.status)
             return
         status = Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK
-        datatype = self._state.has_json if found else 0
+        datatype = self._state.hello.has_json if found else 0
         head = HEADER.pack(Magic.RESPONSE, opcode, 0, 0, datatype, status, len(found), opaque, cas)
         self._state.send(b"".join((head, found)))
 
@@ -416,10 +416,10 @@ class SubdocCommands:
                 opaque=opaque,
                 cas=cas,
                 extras=MUTATION_TOKEN.pack(part.vb_uuid, seqno)
-                if state.has_mutation_tokens
+                if state.hello.has_mutation_tokens
                 else b"",
                 value=value,
-                datatype=state.has_json if opcode == Opcode.SUBDOC_COUNTER else 0,
+                datatype=state.hello.has_json if opcode == Opcode.SUBDOC_COUNTER else 0,
             )
         )
 
@@ -448,13 +448,13 @@ class SubdocCommands:
 
     @property
     def _sees_system(self) -> bool:
-        rights = self._state.rights
+        rights = self._state.login.rights
         return rights is not None and rights.may_read_system_xattrs
 
     def _check_xattrs(self, operations: OperationList, *, is_change: bool) -> None:
         """Raise RefusedError if the client may not name these XATTRs."""
-        state, rights = self._state, self._state.rights
-        if not state.has_xattr:
+        state, rights = self._state, self._state.login.rights
+        if not state.hello.has_xattr:
             raise RefusedError(Status.NOT_SUPPORTED, "XATTRs need HELLO with the feature XATTR")
         if not operations.has_system:
             return

@@ -128,8 +128,3 @@ def expanded(macro: bytes, change: ChangeFacts, before: DocumentFacts) -> bytes 
     if name:
         found = found.get(name[1:]) if name.startswith(".") else None
     return None if found is None else json.dumps(found).encode()
-
-
-def needs_crc(macro: bytes) -> bool:
-    """Whether a macro is known only after all changes of the body."""
-    return macro == b'"${Mutation.value_crc32c}"'

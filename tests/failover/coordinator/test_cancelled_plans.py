@@ -25,7 +25,7 @@ from failover.coordinator.records import (
     PlanKind,
 )
 from failover.rules.replication_record import add_copy, create, elect, expand, shrink
-from support.planned_cluster import PARTITIONS, Cluster, even
+from support.cluster_model import PARTITIONS, Cluster, even
 
 
 def _with_cancellation() -> Cluster:

@@ -52,8 +52,7 @@ from failover.coordinator.records import (
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, TxnResult
 from failover.rules.replication_record import create, elect
-from support.cluster_model import KEYS
-from support.planned_cluster import PARTITIONS, Cluster, even
+from support.cluster_model import KEYS, PARTITIONS, Cluster, even
 
 # ---- What is asked for happens
 

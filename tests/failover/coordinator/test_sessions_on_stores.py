@@ -18,8 +18,7 @@ from failover.coordinator.records import (
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
 from failover.rules.replication_record import create, elect
 from support.embedded_store import EmbeddedHarness
-from support.etcd_harness import EtcdHarness
-from support.etcd_members import EtcdMembers
+from support.etcd_members import EtcdHarness, EtcdMembers
 
 ROOT = b"/dcpd/test/"
 KEYS = ClusterKeys(ROOT)

@@ -27,9 +27,9 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from support.disks import fill, small_disk
 from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
 from support.etcd_members import free_ports
+from support.forgetful_disk import fill, small_disk
 from support.load import CountingWriter
 
 TESTS = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ class OwnerProcess:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.embedded_owner", str(self.folder), str(self.port)],
+            [sys.executable, "-m", "support.embedded_store", str(self.folder), str(self.port)],
             cwd=TESTS,
             env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
             stdout=subprocess.PIPE,

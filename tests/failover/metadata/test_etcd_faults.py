@@ -38,16 +38,16 @@ from failover.metadata.metastore import (
     TxnResult,
 )
 from failover.rules.replication_record import create, elect
-from support.etcd_harness import (
+from support.etcd_members import (
     PUT,
     driven,
+    free_ports,
     members,
     put_one,
     running,
     trouble_of,
     try_until_done,
 )
-from support.etcd_members import free_ports
 from support.load import CountingWriter
 
 ROOT = Path(__file__).parents[3]

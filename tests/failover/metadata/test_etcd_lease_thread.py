@@ -19,8 +19,7 @@ from failover.metadata.metastore import (
     StoreRefused,
     Txn,
 )
-from support.etcd_harness import driven
-from support.etcd_members import EtcdMembers
+from support.etcd_members import EtcdMembers, driven
 
 TTL_S = 2
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 from metastore_suite import MetaStoreSuite
 
-from support.etcd_harness import EtcdHarness
-from support.etcd_members import EtcdMembers
+from support.etcd_members import EtcdHarness, EtcdMembers
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,15 @@ from failover.metadata.metastore import (
     Txn,
 )
 from support.credentials import TestCa
-from support.etcd_harness import (
+from support.etcd_members import (
     driven,
     members,
+    other_etcd,
     put_one,
     running,
     trouble_of,
     try_until_done,
 )
-from support.other_etcd import other_etcd
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -80,7 +82,8 @@ def test_a_merge_waits_until_no_copy_is_dropped_any_more() -> None:
 def test_merge_comes_after_a_while_although_copies_are_dropped() -> None:
     cluster = holding()
     keyspace = cluster.b.engine.keyspace
-    dropped = DroppedCopies(cluster.b.engine, cluster.b.hub, lambda _vb_id: True)
+    emptied: Any = SimpleNamespace(empty=lambda _vb_id: True)
+    dropped = DroppedCopies(cluster.b.engine, cluster.b.hub, emptied)
     step_ns = REST_NS // 2
     for now_ns in range(0, ROOM_NS, step_ns):
         dropped.note(VB, holds_copy=False)

@@ -22,7 +22,7 @@ from failover.replication.progress import (
     RECORD_BYTES,
     SILENCE_NS_MAX,
 )
-from support.feeding_node import EPOCH, MS, Master, told
+from support.replica_pair import EPOCH, MS, Master, told
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 from vbucket.store.environment import StoreDamagedError
 

@@ -13,7 +13,7 @@ from failover.replication.messages import (
     unpack_entries,
 )
 from failover.replication.progress import RECORD_BYTES
-from support.feeding_node import EPOCH, Master
+from support.replica_pair import EPOCH, Master
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 
 WINDOW = 3000

@@ -44,7 +44,7 @@ def test_the_node_that_does_not_confirm_the_master_is_named(cluster: CoreCluster
 def test_that_the_metadata_store_is_away_is_told(cluster: CoreCluster) -> None:
     cut_off(cluster, "c")
     before = told(cluster)
-    cluster.a.core.master.serving.store_trouble = lambda: "nobody listens"
+    cluster.a.core.master.serving.store_trouble = "nobody listens"
     assert told(cluster) == before + (
         "; no copy can leave the in-sync set while the metadata store is away"
     )

@@ -13,7 +13,7 @@ from failover.replication.pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, Fil
 from failover.replication.progress import AckDelays, Inflight
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
-from support.feeding_node import EPOCH, Master
+from support.replica_pair import EPOCH, Master
 
 RATE = 20_000
 SECOND = 1_000_000_000

@@ -6,7 +6,7 @@ from copy import copy
 
 import pytest
 
-from failover.replication.effects import StepDue
+from failover.replication.effects import StepDue, Steps
 from failover.replication.handover import (
     FOLLOWED_NS_MAX,
     GROUP_REST_NS_MAX,
@@ -28,7 +28,7 @@ def test_after_group_cluster_rests_as_long_as_group_took(took_ns: int, rest_ns: 
     """It does not rest after a group whose new master stands still."""
     cluster = CoreCluster()
     cluster.run(PROMOTED_WAIT_NS + 200 * MS)
-    handovers, one, began_ns = Handovers(lambda part: None), cluster.a.mastership, cluster.now_ns
+    handovers, one, began_ns = Handovers(Steps([])), cluster.a.mastership, cluster.now_ns
     record = want(one.record, "b")
     handovers.wait([VB, VB + 1])
     assert handovers.due(began_ns, {}) == [VB, VB + 1]
@@ -51,7 +51,7 @@ def held() -> tuple[CoreCluster, Handovers, ReplicationRecord]:
     """Return a master that holds a partition to hand it over. Its disk lacks the last change."""
     cluster = CoreCluster()
     cluster.run(PROMOTED_WAIT_NS + 200 * MS)
-    handovers, one = Handovers(lambda part: None), cluster.a.mastership
+    handovers, one = Handovers(Steps([])), cluster.a.mastership
     one.part.synced_seqno = one.part.committed_seqno = one.part.high_seqno - 1
     record = want(one.record, "b")
     handovers.wait([VB])
@@ -151,9 +151,9 @@ def test_a_rest_that_is_over_asks_for_a_step_between_ticks() -> None:
     handovers._handed[VB], handovers._began_ns = cluster.now_ns, cluster.now_ns - 5 * MS
     handovers.note_followed(cluster.now_ns, lambda vb_id: True)
     core.take_effects()
-    core.master.is_step_due = False
+    core.master.steps.is_due = False
     core.check_fence(cluster.now_ns + 5 * MS - 1)
-    assert not core.master.is_step_due
+    assert not core.master.steps.is_due
     core.check_fence(cluster.now_ns + 5 * MS)
-    assert core.master.is_step_due
+    assert core.master.steps.is_due
     assert StepDue() in core.take_effects()

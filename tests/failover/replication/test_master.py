@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from dcp.core.floors import allowed
 from dcp.session.replication_port import ReplicationError
-from dcp.stream.pins import allowed
 from failover.coordinator.effects import Notice
 from failover.metadata.metastore import OutcomeUnknown
 from failover.replication.effects import BranchEnded, StepDue, Undone

@@ -216,7 +216,7 @@ def test_a_truncation_caps_what_was_told() -> None:
     cluster.a.core.replica.committed({VB: 3}, is_synced=False)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
-    assert cluster.a.core.replica.announced_seqno(VB) <= 1
+    assert cluster.a.core.watermarks.announced.seqno(VB) <= 1
 
 
 def test_what_was_told_is_known_at_promotion_up_to_what_is_here() -> None:
@@ -227,7 +227,7 @@ def test_what_was_told_is_known_at_promotion_up_to_what_is_here() -> None:
     cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "b"), "b")
     assert cluster.b.mastership.known_seqno == 1
-    assert cluster.b.core.replica.announced_seqno(VB) == 0, "it is not told a second time"
+    assert cluster.b.core.watermarks.announced.seqno(VB) == 0, "it is not told a second time"
 
 
 def test_what_was_told_of_changes_not_here_ends_with_the_epoch() -> None:
@@ -239,7 +239,7 @@ def test_what_was_told_of_changes_not_here_ends_with_the_epoch() -> None:
     cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "a"))
     cluster.run(200 * MS)
-    assert cluster.b.core.replica.announced_seqno(VB) <= cluster.a.part.committed_seqno == 1
+    assert cluster.b.core.watermarks.announced.seqno(VB) <= cluster.a.part.committed_seqno == 1
 
 
 # -- links -----------------------------------------------------------------------------------------

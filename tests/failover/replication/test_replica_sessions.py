@@ -72,7 +72,7 @@ def test_a_node_alone_has_no_replicas() -> None:
     "rights", [FULL_RIGHTS, Rights({Role.STREAM: (EVERYTHING,), Role.ADMIN: (EVERYTHING,)})]
 )
 def test_replicas_need_their_role_and_no_other_contains_it(peer: Peer, rights: Rights) -> None:
-    peer.state.rights, peer.state.user = rights, "ada"
+    peer.state.login.rights, peer.state.login.user = rights, "ada"
     refused = replicate(peer)
     assert refused.status == Status.EACCESS
     assert "dcpctl user grant ada replicate" in why(refused)
@@ -83,7 +83,7 @@ def test_replicas_need_their_role_and_no_other_contains_it(peer: Peer, rights: R
 
 def test_the_role_is_all_that_a_replica_needs(copies: Copies) -> None:
     peer = copies.a.accept()
-    peer.state.rights = Rights({Role.REPLICATE: (EVERYTHING,)})
+    peer.state.login.rights = Rights({Role.REPLICATE: (EVERYTHING,)})
     assert peer.open(b"replica:b").status == Status.OK
     assert replicate(peer).status == Status.OK
     assert peer.ask(Opcode.GET, key=b"k").status == Status.EACCESS
@@ -91,7 +91,7 @@ def test_the_role_is_all_that_a_replica_needs(copies: Copies) -> None:
 
 
 def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
-    peer.state.rights = Rights({Role.STREAM: (EVERYTHING,)})
+    peer.state.login.rights = Rights({Role.STREAM: (EVERYTHING,)})
     [refused] = peer.send(pack_ack(1, 1))
     assert refused.status == Status.EACCESS
     assert [
@@ -181,7 +181,7 @@ def test_a_link_ends_with_the_role_of_its_user(tmp_path: Path, peer: Peer) -> No
     access = Access(Settings(audit="off"), users, EventLog(logging.getLogger("test")))
     connection = Connection(peer.session)
     assert replicate(peer).status == Status.OK
-    peer.state.user, peer.state.rights = "n1", users.rights_of("n1")
+    peer.state.login.user, peer.state.login.rights = "n1", users.rights_of("n1")
     assert access.overdue(connection, 10**18) == "", "a link is never idle"
     users.revoke("n1", Role.WRITE)
     access.apply_rights([connection])

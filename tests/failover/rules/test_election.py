@@ -14,7 +14,7 @@ from failover.rules.election import (
     master_to_elect,
     master_to_elect_uncleanly,
 )
-from failover.rules.eligibility import eligibility
+from failover.rules.explain import eligibility
 from failover.rules.replication_record import (
     ReplicationRecord,
     add_copy,

@@ -54,10 +54,8 @@ def test_a_wrong_rule_is_found(name):
     "bounds",
     [
         Bounds(3, 1, 3, 0),
-        Bounds(3, 2, 2, 1),
         Bounds(2, 2, 3, 2),
         Bounds(2, 1, 4, 1, branches=1),
-        Bounds(3, 1, 3, 0, branches=1),
         Bounds(3, 1, 2, 1, min_in_sync=1),
         Bounds(3, 1, 2, 1, min_in_sync=3),
         Bounds(4, 1, 2, 0),

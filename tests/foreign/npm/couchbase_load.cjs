@@ -1,6 +1,6 @@
 // The official Node SDK writes documents and counts, until its input ends.
 // Arguments: host:port of one node, writers, documents of each. Then it prints what became of its
-// writes as JSON, in the form of tests/support/sdk_load.py.
+// writes as JSON, in the form of tests/cluster_processes/test_foreign_clients.py.
 "use strict";
 
 const couchbase = require("couchbase");

@@ -27,8 +27,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import StreamRequest, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.raw_client import RawClient
-from support.raw_http import login, request
+from support.raw_client import RawClient, login, request
 from tests.soak.attack.case import Case, Fault
 from tests.soak.attack.streams import PRODUCER
 from tests.soak.attack.targets import (

@@ -32,7 +32,7 @@ import pytest
 
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
-from support.disks import fill, small_disk
+from support.forgetful_disk import fill, small_disk
 from support.raw_client import RawClient
 from tests.soak.attack.case import AttackedServer, Case, Fault, NotRunError
 from tests.soak.attack.commands import dcpctl

@@ -25,8 +25,7 @@ from typing import Final
 
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
-from support.raw_client import RawClient
-from support.raw_http import ask, login, request
+from support.raw_client import RawClient, ask, login, request
 from tests.soak.attack.case import AttackedServer, AttackError, Case, Fault
 from tests.soak.attack.commands import dcpctl
 from tests.soak.attack.crowds import get_target

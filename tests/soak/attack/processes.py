@@ -25,8 +25,7 @@ from typing import Final
 from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.raw_client import RawClient
-from support.raw_http import Answer
+from support.raw_client import Answer, RawClient
 from tests.soak.attack.case import AttackedServer, AttackError, Case, Fault
 from tests.soak.attack.commands import dcpctl
 from tests.soak.attack.load import Load
@@ -359,6 +358,6 @@ def http_get(port: int, path: str) -> Answer:
     """Send a request to the admin port without a login."""
     import asyncio
 
-    from support.raw_http import ask
+    from support.raw_client import ask
 
     return asyncio.run(ask(port, "GET", path))

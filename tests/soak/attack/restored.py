@@ -14,7 +14,7 @@ from typing import Final
 from clients.address import parse_address
 from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
-from support.cluster_processes import ClusterProcesses
+from support.server import ClusterProcesses
 from tests.soak.attack.case import Case, Fault, NotRunError
 from tests.soak.attack.starved import COPIES, NAMES, Writer, check_documents, wait
 from tests.soak.cluster.meta import SavedStore, run_restore

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from clients.testing import ServerRefusedError
-from support.disks import fill
+from support.forgetful_disk import fill
 from tests.soak.cluster.links import CLIENT
 from tests.soak.cluster.nodes import FaultyCluster
 

@@ -121,14 +121,14 @@ class Members(Generic[Process]):
     def are_in_sync(self, copies: int, name: str = "a") -> bool:
         """Whether a node knows that each partition has so many copies in sync, and a master."""
         status = self.status(name)
-        is_so = status.get("in_sync_sizes") == {str(copies): 1024}
-        return is_so and not status.get("without_master")
+        is_so = status and status["in_sync_sizes"] == {str(copies): status["partitions"]}
+        return bool(is_so) and not status.get("without_master")
 
     def are_even(self, name: str = "a") -> bool:
         """Whether each node that runs is master of its share, and nothing moves."""
         names, status = self.running(), self.status(name)
         masters = {node["name"]: node["masters"] for node in status.get("nodes", [])}
-        share = 1024 // len(names) - len(names)
+        share = status.get("partitions", 0) // len(names) - len(names)
         return all(masters.get(each, 0) >= share for each in names) and status["plan"] is None
 
 

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
-from support.cluster_processes import ClusterProcesses
+from support.cluster_here import PARTITIONS
 from support.etcd_members import EtcdMembers
+from support.server import ClusterProcesses
 from support.waiting import until
 
 DOCUMENTS: Final = 200
@@ -138,18 +139,20 @@ async def an_older_copy(nodes: ClusterProcesses, store: SavedStore) -> None:
     assert nodes.status("c")["served_here"] == 0
     preview = meta_restore(nodes, "--dry-run", code=8)
     assert "node a does not answer" in preview
-    assert "1024 partitions whose newest copies are missing stay as they are" in preview
+    assert f"{PARTITIONS} partitions whose newest copies are missing stay as they are" in preview
     for name in "ab":
         nodes.nodes[name].start()
     # c, too, has seen something newer, if preferred masters took over after the copy was saved
     until(lambda: re.search("older than what node a, b(, c)? have seen", told(nodes.status("c"))))
     assert "dcpctl cluster meta restore" in told(nodes.status("c"))
     assert nodes.status("c")["served_here"] == 0
-    until(lambda: all(older(nodes, name) == 1024 for name in "ab"))
+    until(lambda: all(older(nodes, name) == PARTITIONS for name in "ab"))
     assert not is_ready(nodes, "a"), "it serves nothing"
     assert nodes.status("a")["store"]["older_since_ms"] > 0
     assert "This node knows it since" in told(nodes.status("a"))
-    assert "1024 partitions get a new record, and nothing is lost" in meta_restore(nodes, "--yes")
+    assert f"{PARTITIONS} partitions get a new record, and nothing is lost" in meta_restore(
+        nodes, "--yes"
+    )
     await all_right(nodes, answered)
     until(lambda: all(older(nodes, name) == 0 and is_ready(nodes, name) for name in "abc"))
     assert nodes.status("a")["store"]["older_since_ms"] is None
@@ -212,10 +215,10 @@ async def a_loss_that_a_person_accepts(nodes: ClusterProcesses, store: SavedStor
     until(lambda: "nobody is elected before" in str(nodes.status("c")["unwritable"]))
     said = meta_restore(nodes, "--accept-loss", "--yes")
     assert "are given up, so changes that were answered may be lost" in said
-    until(lambda: nodes.status("c")["served_here"] == 1024)
+    until(lambda: nodes.status("c")["served_here"] == PARTITIONS)
     async with KvClient.connect(address(nodes, "c"), timeout_s=TIMEOUT_S) as kv:
         assert await wrong(kv, first) == []
-    until(lambda: {each["vb"] for each in receipts(nodes, "c")} == set(range(1024)))
+    until(lambda: {each["vb"] for each in receipts(nodes, "c")} == set(range(PARTITIONS)))
     for name in "ab":
         nodes.nodes[name].start()
     until(lambda: any(each["kind"] != "election" for each in receipts(nodes, "a")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from clients.address import parse_address
@@ -16,7 +16,6 @@ from clients.errors import DcpdError
 from clients.link.pipelined_link import Link
 from clients.operation import get_replica_operation, pack_operations, partitions_of
 from dcp.wire.status import Status
-from vbucket.model.ids import NUM_VBUCKETS
 
 ASKED_AT_ONCE = 2_000
 ANSWER_S = 30.0
@@ -62,10 +61,14 @@ async def compare_replicas(
     give_up_s = time.monotonic() + LEARN_S
     left, documents = set(keys), 0
     while True:
-        asked = replicas_of(await asyncio.to_thread(nodes.map), left)
+        rows = await asyncio.to_thread(nodes.map)
+        asked = replicas_of(rows, left)
         documents = documents or sum(map(len, asked.values()))
         differing = await asyncio.gather(
-            *(_differing(nodes.servers[name].address, asked[name], stored) for name in asked)
+            *(
+                _differing(nodes.servers[name].address, asked[name], stored, len(rows))
+                for name in asked
+            )
         )
         wrong = {name: found for name, found in zip(asked, differing, strict=True) if found}
         left = set().union(*wrong.values())
@@ -74,38 +77,40 @@ async def compare_replicas(
         await asyncio.sleep(PAUSE_S)
 
 
-def replicas_of(rows: Iterable[Mapping[str, Any]], keys: Iterable[bytes]) -> dict[str, list[bytes]]:
+def replicas_of(rows: Sequence[Mapping[str, Any]], keys: Iterable[bytes]) -> dict[str, list[bytes]]:
     """Return the keys of which each node has a replica. `rows`: the cluster's map."""
-    nodes: list[list[str]] = [[] for _ in range(NUM_VBUCKETS)]
+    nodes: list[list[str]] = [[] for _ in rows]
     for row in rows:
         nodes[row["vb"]] = [name for name in row["copies"] if name != row["master"]]
     asked: dict[str, list[bytes]] = {}
     ordered = list(keys)
     operations = [get_replica_operation(key) for key in ordered]
-    for key, vb_id in zip(ordered, partitions_of(operations, NUM_VBUCKETS), strict=True):
+    for key, vb_id in zip(ordered, partitions_of(operations, len(rows)), strict=True):
         for name in nodes[vb_id]:
             asked.setdefault(name, []).append(key)
     return asked
 
 
-async def _differing(address: str, keys: list[bytes], stored: Mapping[bytes, bytes]) -> Found:
+async def _differing(
+    address: str, keys: list[bytes], stored: Mapping[bytes, bytes], partitions: int
+) -> Found:
     """Return where a replica's documents differ from the masters'."""
     link = await Link.connect(parse_address(address), timeout_s=ANSWER_S)
     try:
         wrong: Found = {}
         for first in range(0, len(keys), ASKED_AT_ONCE):
-            found = await _answers(link, keys[first : first + ASKED_AT_ONCE])
+            found = await _answers(link, keys[first : first + ASKED_AT_ONCE], partitions)
             wrong.update((key, value) for key, value in found.items() if value != stored.get(key))
         return wrong
     finally:
         link.close()
 
 
-async def _answers(link: Link, keys: list[bytes]) -> Found:
+async def _answers(link: Link, keys: list[bytes], partitions: int) -> Found:
     operations = [get_replica_operation(key) for key in keys]
     opaque = link.take_opaques(len(keys))
     packets = pack_operations(
-        operations, partitions_of(operations, NUM_VBUCKETS), opaque=opaque,
+        operations, partitions_of(operations, partitions), opaque=opaque,
         has_collections=link.has_collections,
     )  # fmt: skip
     try:

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from clients.kv.client import KvClient
 from clients.mirror.mirror import Mirror
-from support.disks import small_disk
+from support.forgetful_disk import small_disk
 from tests.soak.cluster.contents import check_contents
 from tests.soak.cluster.faults import ALONE, FAULTS, Begun, Scene
 from tests.soak.cluster.linearizable import mixed_tokens, violation_of

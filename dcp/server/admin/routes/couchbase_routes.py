@@ -43,9 +43,8 @@ from dcp.server.admin.bodies import (
     MaxTtlForm,
     ScopeForm,
 )
-from dcp.server.admin.node_view import CollectionsView
 from dcp.server.net.cluster_config import ClusterConfig
-from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.operate.collection_changes import Collections, CollectionsRefusedError
 from dcp.server.storage.health import Health
 from dcp.session.session_commands import REPORTED_VERSION
 
@@ -80,7 +79,7 @@ SETTINGS_OF_BUCKET: Final[dict[str, Any]] = {
 started over these paths. A quota of 0: there is none."""
 
 
-def routes(config: ClusterConfig, collections: CollectionsView, health: Health) -> list[RouteSpec]:
+def routes(config: ClusterConfig, collections: Collections, health: Health) -> list[RouteSpec]:
     """Return the routes."""
     field = _Field(config, collections, health)
     bucket = "/pools/default/buckets/{bucket}"
@@ -159,7 +158,7 @@ def _refusal(
 class _Field:
     """The handlers. `terse`, `details` and `manifest` return documents as bytes of JSON."""
 
-    def __init__(self, config: ClusterConfig, collections: CollectionsView, health: Health) -> None:
+    def __init__(self, config: ClusterConfig, collections: Collections, health: Health) -> None:
         self._config = config
         self._scopes = collections
         self._health = health
@@ -350,7 +349,7 @@ class _Field:
         path = request.path_params
         return await _changed(collections.drop_collection(path["scope"], path["collection"]))
 
-    def _collections(self, request: Request) -> CollectionsView:
+    def _collections(self, request: Request) -> Collections:
         self._check_bucket(request)
         return self._scopes
 

@@ -74,7 +74,7 @@ from failover.metadata.metastore import (
     TxnResult,
 )
 from vbucket.engine.partition import BranchRefusedError
-from vbucket.model.id_ranges import id_ranges
+from vbucket.model.ids import id_ranges
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode

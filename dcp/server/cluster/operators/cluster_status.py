@@ -36,7 +36,7 @@ from failover.coordinator.view import ClusterView
 from failover.replication.serving import Unwritable
 from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import ReplicationRecord
-from vbucket.model.id_ranges import id_ranges
+from vbucket.model.ids import id_ranges
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode

@@ -14,7 +14,7 @@ from dcp.server.operate.cluster_reports import (
 )
 from dcp.server.operate.reports import KnownVersion
 from failover.coordinator.plans.request_answers import name_of
-from failover.rules.eligibility import eligibility
+from failover.rules.explain import eligibility
 from failover.rules.isr import min_in_sync_of
 
 if TYPE_CHECKING:

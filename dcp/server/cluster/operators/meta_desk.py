@@ -52,7 +52,7 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from vbucket.model.id_ranges import id_ranges
+from vbucket.model.ids import id_ranges
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode

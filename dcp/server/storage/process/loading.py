@@ -19,42 +19,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from dcp.core.store_schedule import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
+from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.process.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.loading.loads import AHEAD_BYTES_MAX
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest
 from vbucket.store.environment import StoreFailedError, StoreFullError
+from vbucket.store.store import Store
 
 _UNKNOWN: Final = (StoreProcessDiedError, StoreFailedError)
 """After one of these a load may be in the store."""
 
 
 class Loading:
-    """See the module. Lives on one event loop. `begin` starts a task; `kick` writes what is
-    pending; `release` sends the answers that may leave, and resumes sessions that wait.
+    """See the module. Lives on one event loop. `release` sends the answers that may leave, and
+    resumes sessions that wait.
     """
 
     def __init__(
         self,
         engine: Engine,
+        store: Store,
+        commits: CommitWaiters,
         merging: Merging,
         queue: StoreQueue,
         hub: StreamHub,
+        tasks: Tasks,
         meter: Meter,
         log: EventLog,
         *,
-        begin: Callable[[Coroutine[Any, Any, None]], object],
-        kick: Callable[[], None],
-        refresh_store: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
         self._engine = engine
@@ -64,9 +67,9 @@ class Loading:
         self._hub = hub
         self._meter = meter
         self._log = log
-        self._begin = begin
-        self._kick = kick
-        self._refresh_store = refresh_store
+        self._tasks = tasks
+        self._store = store
+        self._commits = commits
         self._release = release
         self._is_running = False
 
@@ -78,7 +81,7 @@ class Loading:
     def _begin_to_load(self) -> None:
         if not self._is_running:
             self._is_running = True
-            self._begin(self._run())
+            self._tasks.begin(self._run())
 
     def _send_ahead(self) -> None:
         """Send packets for which the store process has room."""
@@ -119,7 +122,7 @@ class Loading:
             self._loads.refuse_all()
             return
         self._send_ahead()
-        self._refresh_store()
+        self._store.refresh()
         before = self._loads.documents
         self._hub.committed(self._loads.done(reports))
         self._meter.changes += self._loads.documents - before
@@ -130,7 +133,7 @@ class Loading:
         while number := self._loads.apply_next():
             if self._queue.process is not None:
                 self._queue.process.forget(number)
-            self._kick()
+            self._commits.kick()
             self._release()
             await asyncio.sleep(0)
             self._engine.begin_batch(time.time_ns())

@@ -5,7 +5,7 @@ What a piece, a merge or a client met is mended if this folder alone can prove w
 
 Who calls it: `dcp.server.storage.process.store_process`. `vbucket.check.scrub` has what is checked;
 here are the files. What a piece cost goes back with it: the server rests accordingly
-(`dcp.core.scrub_pace`).
+(`dcp.core.store_schedule`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scrubber: reads all that is stored at a rate, and names damage before a client meets it.
 
     run ── due, or start() ──> pieces of a pass, each a turn of the store process, with rests
-                               (vbucket.check.scrub reads, dcp.core.scrub_pace rests)
+                               (vbucket.check.scrub reads, dcp.core.store_schedule rests)
     found ──> an error in the event log, a line in the audit log, a row in the reports
     mended ─> a warning in the event log, a receipt in the audit log
 
@@ -28,8 +28,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dcp.core.scrub_pace import due_in_s, rest_s
-from dcp.core.store_schedule import Work
+from dcp.core.store_schedule import Work, scrub_due_in_s, scrub_rest_s
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
@@ -166,7 +165,9 @@ class Scrubbing:
         """Read when it is due, until cancelled."""
         while True:
             if not self.status.is_running:
-                due_s = due_in_s(self.status.began_s, self._started_s, time.time(), self.period_s)
+                due_s = scrub_due_in_s(
+                    self.status.began_s, self._started_s, time.time(), self.period_s
+                )
                 if due_s is None or due_s > 0:
                     await self._rest(due_s)
                     if self._is_asked_to_look:
@@ -296,7 +297,7 @@ class Scrubbing:
         self._go_on(ScrubPlace(*report.place))
         if time.monotonic() - self._saved_s >= SAVED_S or not status.is_running:
             await self._save()
-        return rest_s(
+        return scrub_rest_s(
             report.busy_s, report.read_bytes, report.size_bytes, self.period_s,
             is_hurried=status.is_hurried,
         )  # fmt: skip

@@ -34,11 +34,57 @@ from typing import Final, TypeVar
 from dcp.core.store_schedule import StoreTurns, Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.storage.process.store_supervisor import StoreSupervisor
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.upkeep.staging import MergeRefusedError
+
+
+class StoreSupervisor:
+    """Keeps a store process running: starts it, and replaces one that failed, when the queue says.
+
+    Lives on one event loop. Invariant: no process is used after `stop`.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[StoreProcess]]) -> None:
+        self._start = start
+        self._process: StoreProcess | None = None
+        self._is_stopped = False
+
+    @property
+    def process(self) -> StoreProcess:
+        """The current store process."""
+        assert self._process is not None, "it was started"
+        return self._process
+
+    async def start(self) -> None:
+        """Start the first process. Raises OSError."""
+        self._process = await self._start()
+
+    async def renew(self, failed: StoreProcess) -> None:
+        """Replace a process. Does nothing if it was replaced already.
+
+        Raises OSError if no other process can be started, StoreProcessDiedError after `stop`.
+        """
+        if self._process is not failed:
+            return
+        await failed.stop()
+        self._check()
+        process = await self._start()
+        if self._is_stopped:
+            process.kill()
+        self._check()
+        self._process = process
+
+    async def stop(self) -> bool:
+        """End the process; return whether it has ended."""
+        self._is_stopped = True
+        return self._process is None or await self._process.stop()
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise StoreProcessDiedError("the server is stopping and starts no other store process")
+
 
 PAUSE_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
