@@ -27,7 +27,8 @@ CONTENTS: Final = {
     "Follow changes from Python": ("consumers", "consistent-cuts", "key-value",
                                    "testing-consumers", "testing-scenarios", "spark"),
     "Operate it": (
-        "operations", "runbook", "scrubbing", "console", "security", "backup", "troubleshooting",
+        "operations", "runbook", "scrubbing", "diff", "console", "security", "backup",
+        "troubleshooting",
         "howto/add-users", "howto/monitor", "howto/move-data",
         "howto/import-and-export", "howto/undo-changes",
         "clusters", "upgrade",

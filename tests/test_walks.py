@@ -32,7 +32,7 @@ CEILINGS: Final = {
     "stream request, backlog from memory": Ceiling(27, 86, 20, 45),
     "SET with one live stream": Ceiling(30, 77, 24, 55),
     "stream request, backlog from LMDB": Ceiling(30, 103, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(45, 113, 34, 80),
+    "SET to a consumer's event, both ends": Ceiling(46, 114, 34, 80),
     "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
     "replica: synced, acknowledgement out": Ceiling(19, 35, 10, 18),

@@ -45,9 +45,10 @@ Chosen = Literal["all"] | tuple[str | int, ...] | None
 """Collections by name or id; None: the default collection only."""
 
 
-Decision = Literal["undo", "restart", "fail"] | int
+Decision = Literal["undo", "restart", "fail"] | int | Position
 """What to do: "undo" goes back to the event's seqno, "restart" to 0, "fail" raises
-HistoryBranchedError. A seqno means the newest complete state at or below it."""
+HistoryBranchedError. A seqno means the newest complete state at or below it. A Position: the user
+has brought the partition to that state by other means, and follows it from there."""
 OnRollback = (
     Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
 )

@@ -411,7 +411,6 @@ class StreamRequests:
         stream = self.by_vb[vb_id]
         assert stream.state is PartitionStreamState.HELD
         if position is not None:
-            assert position.seqno <= stream.seqno
             stream.place(position)
         self._again(stream)
 

@@ -268,10 +268,13 @@ async def decide_rollback(strategy: OnRollback, event: Rollback, position: Posit
         raise error
     if decision == "restart":
         decision = 0
-    assert isinstance(decision, int), 'on_rollback returns "undo", "restart", "fail" or a seqno'
-    if decision >= event.to_seqno:
-        return Decided(event, position)
-    position = gone_back(position, decision)
+    if isinstance(decision, Position):
+        position = decision
+    else:
+        assert isinstance(decision, int), 'on_rollback returns "undo", "restart", "fail" or a seqno'
+        if decision >= event.to_seqno:
+            return Decided(event, position)
+        position = gone_back(position, decision)
     reason = f"{event.reason}; on_rollback chose seqno {position.seqno}"
     return Decided(
         Rollback(

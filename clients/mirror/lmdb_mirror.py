@@ -1,10 +1,11 @@
 """A mirror's documents, journal and positions in one LMDB file, each batch in one transaction.
 
-    d vb key               -> value
-    j vb seqno number      -> key length, key, and the value before (or its absence)
+    d vb key               -> CAS (u64), revision (u64), value
+    j vb seqno number      -> key length, key, and the row before (or its absence)
     s vb                   -> floor, entries of the journal, documents
     p vb                   -> position
     w                      -> the mirrored selection: collection id (u32), key prefixes
+    r                      -> rows have a CAS and a revision
 
 Positions are written in the same transaction as the effects of the events, so a killed mirror
 continues exactly where it was. Batches are written on the caller's thread. In another thread LMDB
@@ -23,17 +24,20 @@ from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.checkpoint.claim import Claim
 from clients.errors import CheckpointError
 from clients.local_lmdb import LocalLmdb, rows_from
-from clients.mirror.mirror_state import Changing
+from clients.mirror.mirror_state import ROW, Changing
 from clients.position import Position
+from vbucket.native.key_hashes import Row
 
 FORMAT: Final = "dcpd-mirror"
-VERSION: Final = 2
-"""Version 1 had positions without a filter; it can be read."""
+VERSION: Final = 3
+"""Version 1 had positions without a filter; rows had no CAS and revision before 3. Both are read:
+rows get zeros, so a comparison finds that they differ from a server's."""
 _ENTRY: Final = Struct(">1sHQI")
 _UNDO: Final = Struct(">?H")
 """Whether there was a value before, length of the key."""
 _STATE: Final = Struct(">QQQ")
 _SUBJECT: Final = b"w"
+_HAS_VERSIONS: Final = b"r"
 _U32: Final = Struct(">I")
 
 
@@ -47,6 +51,9 @@ class LmdbStore:
         self._claim.take()
         try:
             self._file = LocalLmdb(place, FORMAT, version=VERSION, is_durable=is_durable)
+            with self._file.writing() as transaction:
+                if transaction.get(_HAS_VERSIONS) is None:
+                    _add_versions(transaction)
         except BaseException:
             self._claim.release()
             raise
@@ -97,14 +104,19 @@ class LmdbStore:
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""
         with self._file.reading() as transaction:
-            value: bytes | None = transaction.get(_row(b"d", vb_id) + key)
-        return value
+            row: bytes | None = transaction.get(_row(b"d", vb_id) + key)
+        return None if row is None else row[ROW.size :]
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """See MirrorStore. Yields the documents of one moment, in one read transaction."""
         with self._file.reading() as transaction:
             for key, value in rows_from(transaction, b"d"):
-                yield key[3:], value
+                yield key[3:], value[ROW.size :]
+
+    def rows(self, vb_id: int) -> list[Row]:
+        """See MirrorStore."""
+        with self._file.reading() as transaction:
+            return [(key[3:], value) for key, value in rows_from(transaction, _row(b"d", vb_id))]
 
     def count(self) -> int:
         """See MirrorStore."""
@@ -125,18 +137,18 @@ class _Change:
         self._states: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
 
-    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
+    def put(self, vb_id: int, key: bytes, row: bytes | None, seqno: int) -> None:
         """See Changing."""
         state = self._state(vb_id)
-        row = _row(b"d", vb_id) + key
-        before: bytes | None = self._transaction.get(row)
+        place = _row(b"d", vb_id) + key
+        before: bytes | None = self._transaction.get(place)
         undo = _UNDO.pack(before is not None, len(key)) + key + (before or b"")
         # Each change has its own seqno, except that the drop of a collection deletes all its
         # documents at one seqno. So entries are also numbered.
         number = self._numbers[vb_id] = self._numbers.get(vb_id, 0) + 1
         self._transaction.put(_ENTRY.pack(b"j", vb_id, seqno, number), undo)
         state[1] += 1
-        self._set(state, row, value, is_there=before is not None)
+        self._set(state, place, row, is_there=before is not None)
 
     def undo(self, vb_id: int, to_seqno: int) -> None:
         """See Changing."""
@@ -171,6 +183,12 @@ class _Change:
                 self._transaction.delete(row)
         self._states[vb_id] = [0, 0, 0]
 
+    def begin_at(self, vb_id: int, seqno: int) -> None:
+        """See Changing."""
+        for row, _ in list(rows_from(self._transaction, _row(b"j", vb_id))):
+            self._transaction.delete(row)
+        self._state(vb_id)[:2] = [seqno, 0]
+
     def keys(self, vb_id: int) -> list[bytes]:
         """See Changing."""
         return [row[3:] for row, _ in rows_from(self._transaction, _row(b"d", vb_id))]
@@ -198,6 +216,18 @@ class _Change:
         elif is_there:
             self._transaction.delete(row)
             state[2] -= 1
+
+
+def _add_versions(transaction: Any) -> None:
+    """Give the rows of an older version a CAS and a revision: zeros."""
+    for key, value in list(rows_from(transaction, b"d")):
+        transaction.put(key, bytes(ROW.size) + value)
+    for key, undo in list(rows_from(transaction, b"j")):
+        has_before, key_bytes = _UNDO.unpack_from(undo)
+        at = _UNDO.size + key_bytes
+        if has_before:
+            transaction.put(key, undo[:at] + bytes(ROW.size) + undo[at:])
+    transaction.put(_HAS_VERSIONS, b"1")
 
 
 def _row(kind: bytes, vb_id: int) -> bytes:

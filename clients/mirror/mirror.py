@@ -6,9 +6,7 @@
 When the block begins, the mirror has caught up with the server. With a path it is stored in an LMDB
 file, and continues exactly where it was, even after a kill.
 
-When history branches, the mirror undoes exactly what the server undid, with a journal of the values
-that changes replaced. If the branch goes further back than the journal of a partition
-(`journal_max` changes), that partition is loaded again.
+When XX
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ from clients.consumer.consumer import Consumer
 from clients.consumer.node_session import LOG
 from clients.consumer.options import ConsumerOptions, FollowArguments, prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
-from clients.event import Rollback, StreamFailed
+from clients.event import Event, Rollback, StreamFailed
 from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
+from clients.mirror.resync import Resync
 from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
@@ -77,6 +76,11 @@ class Mirror:
         self._failure: BaseException | None = None
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
+        self._resync: Resync | None = None
+        self._resynced: set[int] = set()
+        """Partitions whose next rollback was answered by a resync."""
+        self.resyncs = 0
+        """How many partitions were brought to the server's state by their differences."""
         self.consumer: Consumer
         """The consumer that follows the server (metrics, lag). Set when the mirror is open."""
 
@@ -129,6 +133,8 @@ class Mirror:
         try:
             if self._was_opened:
                 await self.consumer.close()
+            if self._resync is not None:
+                await self._resync.close()
         finally:
             self._store.close()
 
@@ -217,7 +223,7 @@ class Mirror:
                     if isinstance(event, StreamFailed):
                         raise event.error()
                 take(
-                    self._store, events, positions,
+                    self._store, self._to_take(events), positions,
                     collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
                 )  # fmt: skip
                 self._moved.set()
@@ -232,8 +238,43 @@ class Mirror:
         finally:
             self._moved.set()
 
-    def _choose(self, event: Rollback) -> Literal["undo", "restart"]:
-        return "undo" if event.to_seqno >= self._store.floor(event.vb_id) else "restart"
+    async def _choose(self, event: Rollback) -> Literal["undo", "restart"] | Position:
+        """Undo as far as the journal reaches. Otherwise take over what differs from the server, or
+        begin at 0 where that cannot be told.
+        """
+        vb_id = event.vb_id
+        if event.to_seqno and event.to_seqno >= self._store.floor(vb_id):
+            return "undo"
+        if self._key_prefixes:
+            return "restart"  # hashes are those of all keys
+        if self._resync is None:
+            consumer, options = self.consumer, self._options
+            self._resync = Resync(
+                consumer.address, consumer.collection_ids[0], options.filter,
+                options.connect_timeout_s,
+            )  # fmt: skip
+        try:
+            position = await self._resync.partition(self._store, vb_id)
+        except DcpdError as error:
+            LOG.warning("partition %d is loaded again: %s", vb_id, error)
+            return "restart"
+        if position is None:
+            return "restart"
+        self._resynced.add(vb_id)
+        self.resyncs += 1
+        return position
+
+    def _to_take(self, events: list[Event]) -> list[Event]:
+        """Return events without the rollbacks that were answered by a resync."""
+        if not self._resynced:
+            return events
+        left = []
+        for event in events:
+            if isinstance(event, Rollback) and event.vb_id in self._resynced:
+                self._resynced.discard(event.vb_id)
+            else:
+                left.append(event)
+        return left
 
     def _check(self) -> None:
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):

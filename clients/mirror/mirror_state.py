@@ -19,22 +19,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from struct import Struct
 from typing import Final, Protocol
 
 from clients.event import Deletion, Event, Mutation, Rollback, SystemEvent
 from clients.position import Position
 from vbucket.model.manifest import SystemEventKind
+from vbucket.native.key_hashes import Row, RowForm
 
 JOURNAL_MAX: Final = 10_000
 """Maximum journal entries of a partition: how many changes a rollback can undo without a restart.
 """
 
 
+ROW: Final = Struct(">QQ")
+"""CAS and revision of a document. In a store they come before its value, so that hashes can be
+compared with a server's."""
+ROW_FORM: Final = RowForm(0, b"", 0, 8)
+
+
 class Changing(Protocol):
     """The changes that a store allows inside `changing()`."""
 
-    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
-        """Set a document, or delete it (None). The old value goes to the journal."""
+    def put(self, vb_id: int, key: bytes, row: bytes | None, seqno: int) -> None:
+        """Set a document's row, or delete it (None). The old row goes to the journal."""
 
     def undo(self, vb_id: int, to_seqno: int) -> None:
         """Undo and drop the journal's entries above a seqno, newest first."""
@@ -44,6 +52,9 @@ class Changing(Protocol):
 
     def clear(self, vb_id: int) -> None:
         """Empty a partition and its journal; the floor is 0."""
+
+    def begin_at(self, vb_id: int, seqno: int) -> None:
+        """Empty the journal of a partition: nothing below `seqno` can be undone."""
 
     def keys(self, vb_id: int) -> list[bytes]:
         """Return the keys of a partition."""
@@ -73,6 +84,9 @@ class MirrorStore(Protocol):
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield all documents, in no particular order."""
 
+    def rows(self, vb_id: int) -> list[Row]:
+        """Return keys and rows of a partition."""
+
     def count(self) -> int:
         """Return the number of documents."""
 
@@ -94,7 +108,8 @@ def take(
         for event in events:
             match event:
                 case Mutation():
-                    change.put(event.vb_id, event.key, event.value, event.seqno)
+                    row = ROW.pack(event.cas, event.rev_seqno) + event.value
+                    change.put(event.vb_id, event.key, row, event.seqno)
                 case Deletion():
                     change.put(event.vb_id, event.key, None, event.seqno)
                 case Rollback():
@@ -132,15 +147,15 @@ class MemoryStore:
         """Yield the store itself. Changes apply at once; after an error the mirror is unusable."""
         yield self
 
-    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
+    def put(self, vb_id: int, key: bytes, row: bytes | None, seqno: int) -> None:
         """See Changing."""
         documents = self._documents.setdefault(vb_id, {})
         journal = self._journals.setdefault(vb_id, deque())
         journal.append((seqno, key, documents.get(key)))
-        if value is None:
+        if row is None:
             documents.pop(key, None)
         else:
-            documents[key] = value
+            documents[key] = row
 
     def undo(self, vb_id: int, to_seqno: int) -> None:
         """See Changing."""
@@ -163,6 +178,11 @@ class MemoryStore:
         """See Changing."""
         for table in (self._documents, self._journals, self._floors):
             table.pop(vb_id, None)
+
+    def begin_at(self, vb_id: int, seqno: int) -> None:
+        """See Changing."""
+        self._journals.pop(vb_id, None)
+        self._floors[vb_id] = seqno
 
     def keys(self, vb_id: int) -> list[bytes]:
         """See Changing."""
@@ -191,12 +211,17 @@ class MemoryStore:
 
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""
-        return self._documents.get(vb_id, {}).get(key)
+        row = self._documents.get(vb_id, {}).get(key)
+        return None if row is None else row[ROW.size :]
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """See MirrorStore."""
         for documents in list(self._documents.values()):
-            yield from list(documents.items())
+            yield from [(key, row[ROW.size :]) for key, row in documents.items()]
+
+    def rows(self, vb_id: int) -> list[Row]:
+        """See MirrorStore."""
+        return list(self._documents.get(vb_id, {}).items())
 
     def count(self) -> int:
         """See MirrorStore."""

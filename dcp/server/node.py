@@ -177,7 +177,6 @@ class Node:
         self._enrolment_gate: EnrolmentGate | None = None
         """Made with the first request about a cluster."""
         self._upkeep: Upkeep
-        self._cuts: CutTimer
         self._sampler: Sampler
         self._listeners: Listeners
 
@@ -227,7 +226,6 @@ class Node:
             raise
         self.health.is_ready = True
         self._upkeep.start()
-        self._cuts.start()
         self._sampler.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
@@ -491,8 +489,10 @@ class Node:
         self._listeners = Listeners(
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
-        self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
-        self._cuts = CutTimer(engine, self._hub)
+        self._upkeep = Upkeep(
+            connections, access, self.views, self._refusals, self._housekeeping,
+            CutTimer(engine, self._hub),
+        )  # fmt: skip
 
     def _follow_settings(self) -> None:
         """Have the parts follow the settings that can change while the node runs."""
@@ -577,7 +577,7 @@ class Node:
         self._stop_at_s = time.monotonic() + STOP_S
         if self.replicated is not None:
             self.replicated.stop()
-        for part in (self._upkeep, self._cuts, self._sampler, self._backpressure):
+        for part in (self._upkeep, self._sampler, self._backpressure):
             part.stop()
         for task in self._writing:
             task.cancel()

@@ -35,6 +35,7 @@ from dcp.session.group_command import GroupCommand
 from dcp.session.kv.counted_handlers import CountedHandlers
 from dcp.session.kv.documents import DocumentCommands
 from dcp.session.kv.documents import Handler as DocumentHandler
+from dcp.session.kv.hash_reads import HashReads
 from dcp.session.kv.reads import DocumentReadCommands
 from dcp.session.kv.runs import DocumentRuns, Run
 from dcp.session.kv.scans import ScanCommands
@@ -93,18 +94,10 @@ _BEFORE_LOGIN: Final = frozenset(
 
 _PRESERVE_EXPIRY: Final = frozenset({Opcode.SET, Opcode.SETQ, Opcode.REPLACE, Opcode.REPLACEQ})
 """Commands that keep a document's expiry if frame info 5 asks for it."""
-_KEEP_THEIR_EXPIRY: Final = frozenset(
-    {
-        Opcode.INCREMENT,
-        Opcode.INCREMENTQ,
-        Opcode.DECREMENT,
-        Opcode.DECREMENTQ,
-        Opcode.APPEND,
-        Opcode.APPENDQ,
-        Opcode.PREPEND,
-        Opcode.PREPENDQ,
-    }
-)
+_KEEP_THEIR_EXPIRY: Final = frozenset({
+    Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ, Opcode.APPEND,
+    Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ,
+})  # fmt: skip
 """Commands that always keep a document's expiry."""
 
 
@@ -138,6 +131,7 @@ class Session:
             | UpkeepCommands(state).handlers()
             | GroupCommand(state).handlers()
             | VersionReads(state).handlers()
+            | HashReads(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )

@@ -65,8 +65,7 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
-        self.cutting: dict[Follower, None] = {}
-        """Connections that negotiated closed times. Each is told the cuts that the node draws."""
+        self.cutting: dict[Follower, None] = {}  # negotiated closed times: they are told each cut
         self.group_leases = GroupLeases()
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""

@@ -7,7 +7,7 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
 are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
 
-0xe6 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
+0xe5 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
 messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
@@ -126,7 +126,8 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
-    X_BATCH = 0xE6
+    X_BATCH = 0xE5
+    X_READ_HASHES = 0xE6
     DCP_CLOSED_TIME = 0xE7
     X_READ_VERSIONS = 0xE8
     X_GROUP_BEAT = 0xE9
@@ -359,6 +360,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         _P, "u64 first, u64 last seqno", "-",
         "between nodes: the versions of a range, and the failover log, for a copy that cannot read"
         " its own",
+    ),
+    Opcode.X_READ_HASHES: OpSpec(
+        _P, "u8 what, u8 bits, u32 collection", "(key) (value u16 buckets, or u64 seqnos)",
+        "hashes of a collection's documents in a partition (0), the keys and versions in some of"
+        " their buckets (1), documents by seqno (2): see [diff.md](diff.md)",
     ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",

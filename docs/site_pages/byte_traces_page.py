@@ -121,7 +121,7 @@ class Trace:
         (frame,) = FrameDecoder().feed(data)
         kind = "" if frame.is_request else ", response"
         title = f"**{who}: {Opcode(frame.opcode).name}{kind}.** {text}".rstrip()
-        has_collections = self._peer.state.has_collections
+        has_collections = self._peer.state.hello.has_collections
         lines = "\n".join(fields_of(frame, data, has_collections=has_collections))
         self.parts.append(f"\n{title}\n\n```text\n{lines}\n```\n")
 

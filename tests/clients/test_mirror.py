@@ -28,7 +28,7 @@ from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Rollback, SystemEvent
 from clients.local_lmdb import LocalLmdb, rows_from
-from clients.mirror.lmdb_mirror import FORMAT, LmdbStore
+from clients.mirror.lmdb_mirror import FORMAT, VERSION, LmdbStore
 from clients.mirror.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.testing import DcpServer
@@ -249,7 +249,7 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
     async with Mirror(server.address, path, key_prefixes="k1"):
         pass
     for prefix in ("k1", "k2"):
-        file = LocalLmdb(path, FORMAT, version=2)
+        file = LocalLmdb(path, FORMAT, version=VERSION)
         with file.writing() as transaction:
             transaction.put(b"\0format", b"dcpd-mirror 1")
             for key, raw in list(rows_from(transaction, b"p")):
@@ -260,8 +260,34 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
     with pytest.raises(CheckpointError, match="begin with 'k2'"):
         async with Mirror(server.address, path):
             pass
-    with pytest.raises(CheckpointError, match="is dcpd-mirror 2, not dcpd-mirror 1"):
+    with pytest.raises(CheckpointError, match="is dcpd-mirror 3, not dcpd-mirror 1"):
         LocalLmdb(path, FORMAT)
+
+
+def test_rows_of_an_older_version_get_the_place_of_their_cas(tmp_path):
+    store = LmdbStore(tmp_path / "view", is_durable=False)
+    events = [mutation(1, b"a", b"1"), mutation(2, b"a", b"2"), mutation(3, b"b", b"3")]
+    take(store, events, {VB: Position(((1, 0),), 3, 3, 3)})
+    with store._file.writing() as transaction:
+        for key, row in list(rows_from(transaction, b"d")):
+            transaction.put(key, row[16:])
+        (_, undo), *_ = [row for row in rows_from(transaction, b"j") if row[1][0]]
+        assert undo[-1:] == b"1"
+        for key, undo in list(rows_from(transaction, b"j")):
+            transaction.put(key, undo[:4] + undo[20:] if undo[0] else undo)
+        transaction.delete(b"r")
+        transaction.put(b"\0format", b"dcpd-mirror 2")
+    store.close()
+    for _ in range(2):
+        store = LmdbStore(tmp_path / "view", is_durable=False)
+        assert dict(store.items()) == {b"a": b"2", b"b": b"3"}
+        assert [row[:16] for _, row in store.rows(VB)] == [bytes(16)] * 2
+        store.close()
+    store = LmdbStore(tmp_path / "view", is_durable=False)
+    with store.changing() as change:
+        change.undo(VB, 1)
+    assert dict(store.items()) == {b"a": b"1"}
+    store.close()
 
 
 async def test_a_mirror_that_is_not_answered_is_not_caught_up(monkeypatch):

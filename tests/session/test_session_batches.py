@@ -186,7 +186,7 @@ def test_malformed_requests_change_nothing() -> None:
 def test_each_change_needs_its_rights() -> None:
     node = MemoryNode()
     peer = connect(node)
-    peer.state.rights = Rights({Role.WRITE: (Scope(prefix=b"mine"),)})
+    peer.state.login.rights = Rights({Role.WRITE: (Scope(prefix=b"mine"),)})
     assert send(peer, put(b"mine1", b"1"), put(b"other", b"1")).status == Status.EACCESS
     assert seqnos(node) == [0] * node.partitions
     assert send(peer, put(b"mine1", b"1"), put(b"mine2", b"1")).status == 0

@@ -13,7 +13,9 @@ compared with the store after every step as well.
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import pytest
 from hypothesis import settings
@@ -27,12 +29,27 @@ from failover.rules.history import Version
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket.engine.documents.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.hashes import hashed, listed
 from vbucket.engine.leadership import adopt_failover_log, set_leader_epoch
 from vbucket.engine.lifecycle import PurgeRefusedError, purge
 from vbucket.engine.partition import BranchRefusedError, FloorError
 from vbucket.model.entry import PREFIX_BYTES, head_of, is_deleted
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
+from vbucket.native.key_hashes import KeyHashes, RowForm
+from vbucket.store.hashes import counted_hashes
+
+T = TypeVar("T")
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """Take all steps; return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast("T", end.value)
+
 
 VB_IDS = st.runner().flatmap(lambda machine: st.sampled_from(machine.vbuckets))
 KEYS = [b"\0a", b"\0b", b"\0c"]
@@ -490,6 +507,38 @@ class EngineMachine(RuleBasedStateMachine):
                     assert entry[PREFIX_BYTES:] == stored[PREFIX_BYTES:]
         cache = engine.item_cache
         assert cache.held_bytes == held_bytes <= cache.bytes_max
+
+    @invariant()
+    def hashes_are_those_of_the_documents(self) -> None:
+        """What merges keep, what is counted, and both with what is in memory folded in."""
+        engine, store = self.node.engine, self.node.store
+        for vb_id, history in self.live.items():
+            part = engine.partitions[vb_id]
+            record = store.partition(vb_id)
+            assert record is not None
+            kept = store.hashes(vb_id, record)
+            gone = engine.keyspace.manifest.is_gone
+            if kept is not None:
+                counted = counted_hashes(store._reader, vb_id)
+                assert {c: t for c, t in kept.items() if not gone(c)} == {
+                    c: t for c, t in counted.items() if not gone(c)
+                }
+            for collection_id in (0, *self.collections):
+                wanted = KeyHashes()
+                keys = []
+                for key in sorted(history.state()):
+                    if key[0] != collection_id:
+                        continue
+                    meta = engine.newest_meta(vb_id, key)
+                    assert meta is not None
+                    keys.append(key)
+                    number = meta.cas.to_bytes(8, "big") + meta.rev_seqno.to_bytes(8, "big")
+                    wanted.change([], [(key, number)], RowForm(0, key[:1], 0, 8))
+                found = finished(hashed(engine.versions, part, collection_id))
+                assert found.hashes == wanted
+                assert found.seqno == part.high_seqno
+                rows = finished(listed(engine.versions, part, collection_id, 0, b"\1")).rows
+                assert [key[2:] for key, _ in rows] == keys
 
     @invariant()
     def everything_equals_the_model(self) -> None:

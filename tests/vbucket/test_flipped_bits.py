@@ -193,6 +193,9 @@ def test_every_byte_of_a_value(
             damaged.tables[table][key] = flipped(value, at, at % 8)
             assert check(damaged), f"{table} {key!r}, byte {at}: the check found nothing"
             if table == META_TABLE:
+                if key.startswith(b"hashes"):
+                    assert told(damaged, models) == truth, "nothing but comparisons needs them"
+                    continue
                 with pytest.raises(StoreDamagedError):
                     Store(damaged).manifest() if key != b"node" else Store(damaged)
                 continue

@@ -13,6 +13,7 @@ from vbucket.log.end_mark import LogEnd
 from vbucket.store.block import BlockDamagedError
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFailedError
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.hashes import read_hashes
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import (
@@ -180,6 +181,7 @@ def test_an_unknown_format_is_refused_with_what_to_do(
 
 # -- damage --------------------------------------------------------------------------------------
 
+NO_RECORD = PartitionRecord(0, 0, 0, 0, 0, 0, 0, [])
 READS: list[Callable[[Store], object]] = [
     lambda store: store.node(),
     lambda store: store.partition(VB),
@@ -191,6 +193,7 @@ READS: list[Callable[[Store], object]] = [
     lambda store: store.superseded(VB, 1, 12),
     lambda store: store.first_changes_after(VB, 5, 12),
     lambda store: store.keys(VB, b"", 100),
+    lambda store: read_hashes(store._reader, VB, store.partition(VB) or NO_RECORD),
 ]
 
 

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     KEY_STALE = "key-stale"
     EXPIRY = "expiry"
     COUNT = "count"
+    HASHES = "hashes"
     STRAY = "stray"
     QUARANTINE = "quarantine"
     CAS = "cas"
@@ -74,6 +75,10 @@ ADVICE: Final[dict[Kind, str]] = {
         "expiry: set it again, or restore a backup"
     ),
     Kind.COUNT: _REPORT,
+    Kind.HASHES: (
+        "check the disk; the next merge of the partition counts its documents again, and no "
+        "document is affected"
+    ),
     Kind.STRAY: _RESTORE,
     Kind.QUARANTINE: (
         "merges skip the partition, because its stored data is damaged: start the server, "

@@ -34,6 +34,7 @@ from vbucket.model.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manife
 from vbucket.store.block import Block, BlockDamagedError, block_key
 from vbucket.store.due import due_item
 from vbucket.store.environment import KvReader, StoreDamagedError
+from vbucket.store.hashes import counted_hashes, read_hashes
 from vbucket.store.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
 from vbucket.store.records import (
     BY_KEY_TABLE,
@@ -192,6 +193,7 @@ class PartitionCheck:
             )
         if not self._unknown and not self._told.keys() & {Kind.KEY_RECORD, Kind.KEY_LOST, Kind.GAP}:
             yield from self._counts()
+            yield from self._hashes()
 
     def _count_slices(self) -> int:
         if self._record.last_seqno <= self._slice_keys:
@@ -419,6 +421,21 @@ class PartitionCheck:
                 )
             found = self._collection_seqnos.get(cid, 0)
             yield from self._compare(f"the last seqno of collection {cid:#x}", seqno, found)
+
+    def _hashes(self) -> Iterator[Finding]:
+        """The hashes of the documents of each collection, if they are as new as the record."""
+        reader, vb_id, manifest = self._reader, self._vb_id, self._manifest
+        try:
+            recorded = read_hashes(reader, vb_id, self._record)
+        except StoreDamagedError as error:
+            yield self._found(Kind.HASHES, str(error))
+            return
+        if recorded is not None:
+            found = counted_hashes(reader, vb_id)
+            for cid in recorded.keys() | found.keys():
+                if recorded.get(cid) != found.get(cid) and not manifest.is_gone(cid):
+                    what = f"the hashes of collection {cid:#x} are not those of its documents"
+                    yield self._found(Kind.COUNT, what)
 
     def _compare(self, name: str, recorded: int, found: int) -> Iterator[Finding]:
         """Seqnos may differ if the version that they name may be missing legitimately."""

@@ -137,8 +137,7 @@ class Engine:
         self.now_ns = 0
         """The time of the operations of this batch, as a CAS has it: without the lowest 16 bits."""
         self.now_s = 0  # Unix time of this batch of operations
-        self.first_open_ns = 0
-        """The lowest time that is not closed (`cut`): `now_ns` is never below."""
+        self.first_open_ns = 0  # the lowest time that is not closed: `now_ns` is never below
 
     @property
     def cas_max(self) -> int:

@@ -27,6 +27,9 @@ from vbucket.model.entry import (
     value_of,
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
+from vbucket.native.key_hashes import Row
+from vbucket.store.hashes import Tables
+from vbucket.store.records import PartitionRecord
 from vbucket.store.runs import (
     CUTS,
     STRIPPED,
@@ -338,3 +341,21 @@ class Versions:
     def keys_in_store(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
         """Return up to `limit` merged keys > `after`, ascending; deleted ones too."""
         return self._store.keys(vb_id, after, limit) if self._partitions[vb_id].merged_seqno else []
+
+    # -- records of keys, and their hashes -----------------------------------------------------
+
+    def stored_record(self, part: Partition) -> PartitionRecord | None:
+        """Return what the store knows of a partition; None: nothing of it counts."""
+        return self._store.partition(part.vb_id) if part.merged_seqno else None
+
+    def stored_hashes(self, part: Partition, record: PartitionRecord) -> Tables | None:
+        """Return the hashes that belong to this record, None if there are none."""
+        return self._store.hashes(part.vb_id, record)
+
+    def stored_rows(self, part: Partition, first: bytes, prefix: bytes) -> list[Row]:
+        """Return some records of the store, of the keys from `first` on that have a prefix."""
+        return self._store.rows(part.vb_id, first, prefix)
+
+    def stored_rows_of(self, part: Partition, keys: Sequence[bytes]) -> list[Row]:
+        """Return the records of those keys that the store has; fast if the keys ascend."""
+        return self._store.rows_of(part.vb_id, keys) if part.merged_seqno else []

@@ -330,3 +330,22 @@ def compaction_loops() -> CompactionLoops | None:
     except ModuleNotFoundError:
         return None
     return CompactionLoops(repack, Superseded)
+
+
+class HashLoops(NamedTuple):
+    """What tables of hashes take from the loops; `vbucket.native.key_hashes` explains it."""
+
+    add: Callable[[bytearray, int, list[tuple[bytes, bytes]], int, int, bytes, int, int, int], int]
+    within: Callable[
+        [bytes, int, list[tuple[bytes, bytes]], int, bytes, int, int, int],
+        list[tuple[bytes, bytes]],
+    ]
+
+
+def hash_loops() -> HashLoops | None:
+    """Return the loops over rows of documents, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import add_hashes, rows_within
+    except ModuleNotFoundError:
+        return None
+    return HashLoops(add_hashes, rows_within)

@@ -12,6 +12,7 @@
 #include "group_run.h"
 #include "json_scan.h"
 #include "json_text.h"
+#include "key_hashes.h"
 #include "key_tree.h"
 #include "live_run.h"
 #include "log_thread.h"
@@ -49,6 +50,8 @@ static PyMethodDef functions[] = {
     {"mark_json", py_mark_json, METH_VARARGS, NULL},
     {"entries_of", loops_entries_of, METH_VARARGS, NULL},
     {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
+    {"add_hashes", loops_add_hashes, METH_VARARGS, NULL},
+    {"rows_within", loops_rows_within, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
     {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
     {"join_frames", (PyCFunction)(void (*)(void))loops_join_frames, METH_FASTCALL, NULL},

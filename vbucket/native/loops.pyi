@@ -47,6 +47,35 @@ def split_frames(
 def frame_keys(data: bytes, start: int, end: int, /) -> list[bytes] | None:
     """Return the keys of the same frames; None as above."""
 
+def add_hashes(
+    sums: bytearray,
+    bits: int,
+    rows: list[tuple[bytes, bytes]],
+    sign: int,
+    prefix_at: int,
+    prefix: bytes,
+    cas_at: int,
+    rev_at: int,
+    opcode: int,
+    /,
+) -> int:
+    """Add the hashes of documents to the sums of their buckets, or subtract them (`sign` below 1);
+    return how many there are (`vbucket.native.key_hashes`).
+    """
+
+def rows_within(
+    wanted: bytes,
+    bits: int,
+    rows: list[tuple[bytes, bytes]],
+    prefix_at: int,
+    prefix: bytes,
+    cas_at: int,
+    rev_at: int,
+    opcode: int,
+    /,
+) -> list[tuple[bytes, bytes]]:
+    """Return the rows of documents whose bucket is wanted, which is a byte of each."""
+
 def repack(
     vb_id: int,
     parts: list[tuple[bytes, bytes, bytes | None]],

@@ -31,6 +31,7 @@ from dcp.wire.opcode import Opcode
 from vbucket.log.device import UnknownFormatError
 from vbucket.model.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.native.key_hashes import Row
 from vbucket.store.block import (
     WITHOUT_XATTRS,
     Block,
@@ -41,6 +42,7 @@ from vbucket.store.block import (
 )
 from vbucket.store.due import rows_end
 from vbucket.store.environment import Buffer, KvEnv, KvWrite, StoreDamagedError, with_room
+from vbucket.store.hashes import Tables, rows_at_once, stored_hashes
 from vbucket.store.key_record import (
     MetaFields,
     StoredMeta,
@@ -123,14 +125,8 @@ class StoreView(RecordView):
 
     def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
         """Return the keys whose newest version is a document; fast if the keys ascend."""
-        prefix = _VB_PREFIXES[vb_id]
-        records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
-        check_records(records)
-        if len(records) < len(keys):
-            for key in keys:
-                if prefix + key not in records:
-                    self.check_absent(vb_id, key)
-        return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
+        rows = self.rows_of(vb_id, keys)
+        return {key[2:] for key, record in rows if record[0] == _MUTATION}
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
         """Return the entry of `meta_fields`, with zeros in place of its prefix.
@@ -301,6 +297,29 @@ class StoreView(RecordView):
             checked_meta(key, bytes(value))
             found.append(key[2:])
         return found
+
+    def hashes(self, vb_id: int, record: PartitionRecord) -> Tables | None:
+        """Return the hashes of a partition's documents, None if there are none for this record."""
+        return stored_hashes(self._reader, vb_id, record)
+
+    def rows(self, vb_id: int, first: bytes, prefix: bytes) -> list[Row]:
+        """Return up to ROWS_AT_ONCE records of the keys from `first` on that have a prefix."""
+        rows = next(rows_at_once(self._reader, vb_id, first), [])
+        while rows and not rows[-1][0].startswith(prefix, 2):
+            rows.pop()
+        return rows
+
+    def rows_of(self, vb_id: int, keys: Sequence[bytes]) -> list[Row]:
+        """Return the records of those keys that exist; fast if the keys ascend."""
+        prefix = _VB_PREFIXES[vb_id]
+        rows = list(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
+        check_records(dict(rows))
+        if len(rows) < len(keys):
+            found = {key for key, _ in rows}
+            for key in keys:
+                if prefix + key not in found:
+                    self.check_absent(vb_id, key)
+        return rows
 
     def due_rows(self, after: bytes, now_s: int) -> Iterator[tuple[bytes, Buffer]]:
         """Yield the rows of the expiry table > `after` that are due at `now_s`, the oldest first;

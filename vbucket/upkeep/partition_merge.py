@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Final
 from dcp.wire.opcode import Opcode
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
-from vbucket.model.manifest import Manifest, collection_of
+from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest, collection_of
 from vbucket.store.block import Block, block_key, build_blocks
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvWrite, StoreDamagedError
+from vbucket.store.hashes import Tables, change_hashes, collections_of, keep_hashes, stored_hashes
 from vbucket.store.key_record import (
     BY_KEY_RECORD,
     NO_EXPIRY,
@@ -75,6 +76,7 @@ def merge_partition(
         _empty(write, stage, rows)
     was_trimmed = stage.trim_to is not None
     record = stage.record
+    hashes = stored_hashes(write, vb_id, stage.stored) if record.keys else {}
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
         undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
@@ -95,6 +97,8 @@ def merge_partition(
     if not was_trimmed:
         changes.check_replaced(stage, manifest)
     default_documents += changes.count(tally, manifest)
+    if hashes is not None:
+        changes.hash_into(hashes)
     changes.write(write, rows)
     versions = record.versions + len(entries)
     if stage.trim_to is not None:
@@ -120,6 +124,7 @@ def merge_partition(
         keys=record.keys + changes.more_keys,
     )
     put_partition(write, vb_id, record)
+    keep_hashes(write, vb_id, record, hashes, manifest)
     return record
 
 
@@ -132,7 +137,8 @@ def plain_changes(
     if asked is None:
         return None
     assert stage.trim_to is None, "a partition that is rolled back is listed"
-    found = list(write.get_many(BY_KEY_TABLE, asked))
+    stage.replaced = found = list(write.get_many(BY_KEY_TABLE, asked))
+    stage.hashes = stored_hashes(write, vb_id, stage.stored)
     before = write.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
     tail = None
     if before is not None and int.from_bytes(before[0][:2], "big") == vb_id:
@@ -156,6 +162,9 @@ def put_plain(
     default_documents = record.item_count - tally.documents + more_documents
     tally.take(*others, manifest)
     tally.forget(manifest)
+    if stage.hashes is not None:
+        of = (DEFAULT_COLLECTION, *(collection_id for collection_id, _, _ in others[2]))
+        change_hashes(stage.hashes, stage.replaced, items, of)
     for full_key, expiry_before, expiry in expiries:
         rows.change(full_key, expiry_before, expiry)
     write.put_sorted(BY_KEY_TABLE, items)
@@ -171,6 +180,7 @@ def put_plain(
         keys=record.keys + more_keys,
     )
     put_partition(write, vb_id, record)
+    keep_hashes(write, vb_id, record, stage.hashes, manifest)
     return record
 
 
@@ -246,6 +256,12 @@ class _KeyChanges:
             elif documents and not manifest.is_gone(collection_id := collection_of(key)):
                 tally.count(collection_id, documents)
         return default_documents
+
+    def hash_into(self, tables: Tables) -> None:
+        """Change the hashes of documents."""
+        old = list(self._old.items())
+        of = {DEFAULT_COLLECTION} if self._are_default else collections_of([*old, *self._items])
+        change_hashes(tables, old, self._items, of)
 
     def write(self, write: KvWrite, rows: ExpiryRows) -> None:
         """Write the records; add the changes of the expiry table to `rows`."""

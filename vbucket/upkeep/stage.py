@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from vbucket.model.control import SnapshotWindow, floor_and_purge, snapshot_window
 from vbucket.model.entry import seqno_of
+from vbucket.store.hashes import Tables
 from vbucket.store.records import Mended, PartitionRecord
 
 _PAGE_BYTES: Final = 4096
@@ -30,13 +31,13 @@ class Stage:
     """
 
     __slots__ = (
-        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
-        "written_pages",
+        "cas_from", "entries", "hashes", "high_seqno", "purged_seqno", "record", "replaced",
+        "stored", "trim_to", "vb_id", "written_pages",
     )  # fmt: skip
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
-        self.record = record
+        self.record = self.stored = record
         self.purged_seqno = record.purge_seqno
         self.high_seqno = record.high_seqno
         self.trim_to: int | None = None
@@ -44,6 +45,9 @@ class Stage:
         self.cas_from = 0
         self.written_pages = 0
         """About how many pages its merge has changed, from above."""
+        self.replaced: list[tuple[bytes, bytes]] = []
+        """By the loops in C: the records that are replaced, and the hashes before."""
+        self.hashes: Tables | None = None
 
     def wrote(
         self, keys: Collection[bytes], all_keys: int, blocks: list[tuple[bytes, bytes]]

@@ -11,6 +11,7 @@ from typing import Final
 
 from dcp.server.access.access import Access
 from dcp.server.net.connections import Connections
+from dcp.server.net.cut_timer import CutTimer
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.housekeeping import Housekeeping
 from dcp.server.observe.log_limiter import RefusalLog
@@ -30,17 +31,23 @@ class Upkeep:
         views: Views,
         refusals: RefusalLog,
         housekeeping: Housekeeping,
+        cuts: CutTimer,
     ) -> None:
         self._connections = connections
         self._access = access
         self._views = views
         self._refusals = refusals
         self._housekeeping = housekeeping
+        self._cuts = cuts
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Run now, and repeatedly until `stop`."""
-        self._next = asyncio.get_running_loop().call_later(TICK_S, self.start)
+        """Run now, and repeatedly until `stop`; begin to draw cuts."""
+        self._cuts.start()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._next = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         now_ns = elapsed_ns()
         step = self._housekeeping.step
         self._connections.tick(now_ns)
@@ -50,6 +57,7 @@ class Upkeep:
 
     def stop(self) -> None:
         """Stop running."""
+        self._cuts.stop()
         if self._next is not None:
             self._next.cancel()
             self._next = None

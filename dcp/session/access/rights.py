@@ -279,7 +279,8 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.DCP_OPEN, Opcode.DCP_CONTROL, Opcode.DCP_STREAM_REQ, Opcode.DCP_CLOSE_STREAM,
-            Opcode.DCP_BUFFER_ACK, Opcode.X_GROUP_BEAT, *MESSAGES_TO_CONSUMERS,
+            Opcode.DCP_BUFFER_ACK, Opcode.X_GROUP_BEAT, Opcode.X_READ_HASHES,
+            *MESSAGES_TO_CONSUMERS,
         ),
         _STREAM_NEED,
     ),

@@ -83,7 +83,7 @@ class BatchCommand:
     def _changes(self, request: Frame) -> Iterator[BatchChange]:
         """Yield the checked changes. Raises RefusedError."""
         state, value, at = self._state, request.value, 0
-        key_bytes = len(split_key(request.key, has_collections=state.has_collections)[1])
+        key_bytes = len(split_key(request.key, has_collections=state.hello.has_collections)[1])
         prefix = request.key[: len(request.key) - key_bytes]
         while at + BATCH_CHANGE.size <= len(value):
             mode, _, key_len, flags, expiry, cas, value_len = BATCH_CHANGE.unpack_from(value, at)

@@ -59,12 +59,12 @@ class DocumentRuns:
         """Return opcode -> a function that handles plain requests of this opcode which come
         together. Which opcodes have one depends on what the client negotiated.
         """
-        state = self._state
+        hello = self._state.hello
         if self._engine.locks.held:
             return _NO_RUNS  # a run does not look for locks
-        if not state.hello.has_collections:
+        if not hello.has_collections:
             return self._plain_runs
-        return self._all_runs if state.hello.has_mutation_tokens else self._reading_runs
+        return self._all_runs if hello.has_mutation_tokens else self._reading_runs
 
     def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
         """Add runs of other opcodes. They take keys with their collection; answers of changes carry
@@ -74,29 +74,27 @@ class DocumentRuns:
         self._all_runs = self._all_runs | reading | changing
 
     def _form(self) -> int:
-        state = self._state
+        hello = self._state.hello
         return (
-            (0 if state.hello.has_collections else UNPREFIXED)
-            | (HASHED if state.hello.hashes_keys else 0)
-            | (TOKENS if state.hello.has_mutation_tokens else 0)
-            | (UNMARKED if state.marks is None else 0)  # what waits otherwise has its own mark
+            (0 if hello.has_collections else UNPREFIXED)
+            | (HASHED if hello.hashes_keys else 0)
+            | (TOKENS if hello.has_mutation_tokens else 0)
+            | (UNMARKED if self._state.marks is None else 0)  # what waits has its own mark
         )
 
     def change_run(self, position: int, end: int) -> int:
         """Handle plain changes. Return where others begin."""
         state, engine, run = self._state, self._engine, self._engine.set_run
-        keyspace, answers = engine.keyspace, state.answers
+        keyspace, answers, hello = engine.keyspace, state.answers, state.hello
         if run is None:
             return position
         first_answer, first_entry = len(answers), len(keyspace.pending)
         expiring, observed = list[bytes](), list[int]()
-        refusals = refusal_answers(
-            state.hello.has_xerror, state.hello.hashes_keys, state.hello.has_json
-        )
+        refusals = refusal_answers(hello.has_xerror, hello.hashes_keys, hello.has_json)
         try:
             after, made_bytes = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-                keyspace.group, engine.now_ns, state.hello.has_json, state.limits.value_bytes_max,
+                keyspace.group, engine.now_ns, hello.has_json, state.limits.value_bytes_max,
                 self._form(), engine.now_s, expiring,
                 int((1 - state.work) * CHANGES_BYTES_MAX) + 1, observed, *refusals,
             )  # fmt: skip

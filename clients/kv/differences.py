@@ -1,0 +1,183 @@
+"""Compares two copies of a collection by hashes, and reads only what differs. Pure.
+
+    hash of each partition -> its buckets -> keys and versions of the buckets that differ
+
+A `Copy` is one side: a server (`clients.kv.hash_reads`), or rows that are read here (`RowsCopy`): a
+mirror's file, an archive. `docs/diff.md` says what is promised.
+
+Invariant: of a partition whose hashes are equal nothing else is read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from clients.errors import DcpdError
+from dcp.wire.hash_reads import KeyVersion
+from vbucket.native.key_hashes import (
+    KeyHashes,
+    Row,
+    RowForm,
+    bits_for,
+    differing,
+    rows_of_buckets,
+)
+
+PARTITIONS_AT_ONCE: Final = 64
+"""Partitions whose buckets and keys are in memory at a time."""
+_U64_BYTES: Final = 8
+
+Wanted = Mapping[int, tuple[int, bytes]]
+"""Partition -> bits, and a byte for each of 2^bits buckets: 1 if it is wanted."""
+
+
+class NotComparableError(DcpdError):
+    """The two sides hold different things, so that no comparison says anything."""
+
+
+class Difference(NamedTuple):
+    """A key that differs: what each side has of it, None if it has none."""
+
+    vb_id: int
+    key: bytes
+    first: KeyVersion | None
+    second: KeyVersion | None
+
+    @property
+    def kind(self) -> str:
+        """In which way, as JSON shows it."""
+        if self.first is None:
+            return "missing on A"
+        if self.second is None:
+            return "missing on B"
+        if self.first.rev_seqno == self.second.rev_seqno:
+            return "value"
+        return "older on A" if self.first.rev_seqno < self.second.rev_seqno else "older on B"
+
+
+class Copy(ABC):
+    """The documents of one collection on one side, by partition."""
+
+    name: str
+    """As people call it."""
+    num_vbuckets: int
+    """How many partitions it has; 0: as many as the other side."""
+
+    @abstractmethod
+    async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:
+        """Return the hashes of partitions, in a table of `bits` at most."""
+
+    @abstractmethod
+    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
+        """Return the keys and versions in some buckets of partitions."""
+
+
+class RowsCopy(Copy):
+    """A side whose rows are read here, partition by partition. `form` says where a row has what."""
+
+    def __init__(self, name: str, num_vbuckets: int, form: RowForm) -> None:
+        self.name = name
+        self.num_vbuckets = num_vbuckets
+        self.form = form
+
+    @abstractmethod
+    def rows(self, vb_id: int) -> list[Row]:
+        """Return the rows of a partition's documents."""
+
+    async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:  # noqa: ARG002
+        """See Copy. It is all computed, so fewer bits would save nothing."""
+        return {vb_id: hashes_of(self.rows(vb_id), self.form) for vb_id in vb_ids}
+
+    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
+        """See Copy."""
+        found = {}
+        for vb_id, (bits, buckets) in wanted.items():
+            rows = rows_of_buckets(self.rows(vb_id), self.form, bits, buckets)
+            found[vb_id] = [version_of(row, self.form) for row in rows]
+        return found
+
+
+def hashes_of(rows: list[Row], form: RowForm) -> KeyHashes:
+    """Return the hashes of rows."""
+    table = KeyHashes(bits_for(len(rows)))
+    table.change([], rows, form)
+    return table
+
+
+def version_of(row: Row, form: RowForm) -> KeyVersion:
+    """Return a row as a key and its version."""
+    key, value = row
+    cas, rev = (
+        int.from_bytes(value[at : at + _U64_BYTES], "big") for at in (form.cas_at, form.rev_at)
+    )
+    return KeyVersion(key[form.prefix_at + len(form.prefix) :], cas, 0, rev)
+
+
+def buckets_to_read(mine: KeyHashes, other: KeyHashes) -> tuple[int, bytes] | None:
+    """Return which buckets of two tables differ, as `Wanted` has them; None: no one."""
+    bits = min(mine.bits, other.bits)
+    buckets = differing(mine.at(bits), other.at(bits))
+    return (bits, buckets) if any(buckets) else None
+
+
+def compared(
+    vb_id: int, first: Iterable[KeyVersion], second: Iterable[KeyVersion]
+) -> list[Difference]:
+    """Return in what two lists of versions differ, by key."""
+    ours = {version.key: version for version in first}
+    theirs = {version.key: version for version in second}
+    return [
+        Difference(vb_id, key, one, two)
+        for key in sorted(ours.keys() | theirs.keys())
+        if _mark(one := ours.get(key)) != _mark(two := theirs.get(key))
+    ]
+
+
+def _mark(version: KeyVersion | None) -> tuple[int, int] | None:
+    return None if version is None else (version.cas, version.rev_seqno)
+
+
+async def differences(first: Copy, second: Copy) -> AsyncIterator[list[Difference]]:
+    """Yield the keys that differ, in the order of partitions and keys. Raises NotComparableError,
+    and what reading raises.
+    """
+    counts = {first.num_vbuckets, second.num_vbuckets} - {0}
+    if len(counts) != 1:
+        raise NotComparableError(
+            f"{first.name} has {first.num_vbuckets} partitions and {second.name} has"
+            f" {second.num_vbuckets}",
+            hint="Keys are in other partitions there. Compare copies with the same number.",
+        )
+    (count,) = counts
+    for start in range(0, count, PARTITIONS_AT_ONCE):
+        vb_ids: Sequence[int] = range(start, min(start + PARTITIONS_AT_ONCE, count))
+        for bits in (0, 12):
+            one, two = await first.hashes(vb_ids, bits), await second.hashes(vb_ids, bits)
+            vb_ids = [vb_id for vb_id in vb_ids if one[vb_id] != two[vb_id]]
+        buckets = {vb_id: buckets_to_read(one[vb_id], two[vb_id]) for vb_id in vb_ids}
+        wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
+        if wanted:
+            ours, theirs = await first.versions(wanted), await second.versions(wanted)
+            for vb_id in wanted:
+                yield compared(vb_id, ours[vb_id], theirs[vb_id])
+
+
+def checked_collections(
+    first: Mapping[str, int], second: Mapping[str, int], names: tuple[str, str]
+) -> list[str]:
+    """Return the collections of both sides. Raises NotComparableError naming what one lacks."""
+    lacking = [
+        f"{name} lacks {', '.join(sorted(missing))}"
+        for name, missing in (
+            (names[0], second.keys() - first.keys()), (names[1], first.keys() - second.keys())
+        )
+        if missing
+    ]  # fmt: skip
+    if lacking:
+        raise NotComparableError(
+            f"the collections differ: {'; '.join(lacking)}",
+            hint="Name one that both have: --collection SCOPE.COLLECTION.",
+        )
+    return sorted(first)

@@ -1,0 +1,286 @@
+"""Asks servers for hashes, keys and documents of a collection (X_READ_HASHES).
+
+Partitions are asked at the nodes that serve them. While masters move, or a node cannot answer now,
+a newer map is fetched and what is left is asked again, until nothing has come for the whole of the
+timeout.
+
+Invariant: an answer that cannot be right (cut short, of other buckets) ends the comparison with an
+error that names the node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from clients.address import ServerAddress
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    OperationTimeoutError,
+    TopologyError,
+    UnsupportedError,
+    error_from_status,
+)
+from clients.kv.call import RETRY_STATUSES
+from clients.kv.differences import PARTITIONS_AT_ONCE, Copy, Wanted
+from clients.link.handshake import FEATURES
+from clients.link.pipelined_link import Link
+from clients.link.topology import ClusterMap, ClusterNode, Place
+from dcp.wire.frame import Frame, pack_request
+from dcp.wire.hash_reads import (
+    ASKED,
+    BUCKET,
+    SEQNO,
+    SEQNOS_MAX,
+    KeyVersion,
+    SentDocument,
+    Told,
+    What,
+    documents_in,
+    told,
+    versions_in,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.native.key_hashes import KeyHashes
+
+_T = TypeVar("_T")
+
+AGAIN_S: Final = 0.1
+_LATER: Final = frozenset({Status.NOT_MY_VBUCKET, *RETRY_STATUSES})
+_UNKNOWN: Final = frozenset({Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
+
+
+class Level(NamedTuple):
+    """The hashes of a partition as of a seqno of a version."""
+
+    vb_uuid: int
+    seqno: int
+    hashes: KeyHashes
+
+
+class Keys(NamedTuple):
+    """Keys of a partition. They came in parts, each as of its own seqno: `seqno` is the highest."""
+
+    seqno: int
+    versions: list[KeyVersion]
+
+
+class _Request(NamedTuple):
+    vb_id: int
+    what: What
+    bits: int = 0
+    key: bytes = b""
+    value: bytes = b""
+
+
+class HashReader(Copy):
+    """Reads one collection of a server or cluster. Close it when done."""
+
+    def __init__(self, seed: Link, timeout_s: float) -> None:
+        self._links = {seed.place: seed}
+        self._address = seed.address
+        self._timeout_s = timeout_s
+        self._cluster = ClusterMap([ClusterNode(*seed.place)], is_tls=seed.address.is_tls)
+        self._cluster.adopt(seed.topology())
+        self.name = seed.address.node
+        self.num_vbuckets = seed.topology().num_vbuckets
+        self.collection_id = 0
+        self.received_bytes = 0
+        """Of the answers."""
+
+    @classmethod
+    async def open(cls, address: ServerAddress, timeout_s: float = 10.0) -> HashReader:
+        """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
+        return cls(await Link.connect(address, timeout_s=timeout_s, features=FEATURES), timeout_s)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for link in self._links.values():
+            link.close()
+        await asyncio.sleep(0)  # lets the transports finish closing
+
+    async def collections(self) -> dict[str, int]:
+        """Return the collections of the server: scope.collection -> id."""
+        link = next(iter(self._links.values()))
+        frame = await self._in_time(link.request(Opcode.GET_COLLECTIONS_MANIFEST), link.node)
+        if frame.status:
+            what = "get collections"
+            raise error_from_status(frame.status, what, body=frame.value, node=link.node)
+        document: dict[str, Any] = json.loads(frame.value)
+        return {
+            f"{scope['name']}.{each['name']}": int(each["uid"], 16)
+            for scope in document["scopes"]
+            for each in scope["collections"]
+        }
+
+    async def levels(self, vb_ids: Sequence[int], bits: int) -> dict[int, Level]:
+        """Return the hashes of partitions with the seqnos that they belong to."""
+        answers = await self._asked([_Request(vb_id, What.HASHES, bits) for vb_id in vb_ids])
+        found = {}
+        for vb_id, (facts, value, node) in answers.items():
+            try:
+                table = KeyHashes(facts.bits, facts.documents, value)
+            except ValueError as error:
+                raise ConnectError(f"hashes: {error}", vb_id=vb_id, node=node) from error
+            found[vb_id] = Level(facts.vb_uuid, facts.seqno, table)
+        return found
+
+    async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:
+        """See Copy."""
+        found = {}
+        for at in range(0, len(vb_ids), PARTITIONS_AT_ONCE):
+            levels = await self.levels(vb_ids[at : at + PARTITIONS_AT_ONCE], bits)
+            found.update({vb_id: level.hashes for vb_id, level in levels.items()})
+        return found
+
+    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
+        """See Copy."""
+        return {vb_id: keys.versions for vb_id, keys in (await self.keys(wanted)).items()}
+
+    async def keys(self, wanted: Wanted) -> dict[int, Keys]:
+        """Return the keys of buckets with the seqnos that they belong to."""
+        found = {vb_id: Keys(0, []) for vb_id in wanted}
+        firsts = dict.fromkeys(wanted, b"")
+        while firsts:
+            requests = [
+                _Request(vb_id, What.KEYS, wanted[vb_id][0], first, _numbers_of(wanted[vb_id][1]))
+                for vb_id, first in firsts.items()
+            ]
+            firsts = {}
+            for vb_id, (facts, value, node) in (await self._asked(requests)).items():
+                part = found[vb_id]
+                try:
+                    part.versions.extend(versions_in(value))
+                except ValueError as error:
+                    raise ConnectError(f"keys: {error}", vb_id=vb_id, node=node) from error
+                if facts.has_more and not value:
+                    raise ConnectError("keys: an endless answer", vb_id=vb_id, node=node)
+                found[vb_id] = part._replace(seqno=max(part.seqno, facts.seqno))
+                if facts.has_more:
+                    firsts[vb_id] = part.versions[-1].key + b"\0"
+        return found
+
+    async def documents(self, vb_id: int, seqnos: Sequence[int]) -> list[SentDocument]:
+        """Return the documents with these seqnos that are still there."""
+        left, found = list(seqnos), []
+        while left:
+            some = left[:SEQNOS_MAX]
+            value = b"".join(map(SEQNO.pack, some))
+            answers = await self._asked([_Request(vb_id, What.DOCUMENTS, value=value)])
+            facts, value, node = answers[vb_id]
+            try:
+                documents = documents_in(value)
+            except ValueError as error:
+                raise ConnectError(f"documents: {error}", vb_id=vb_id, node=node) from error
+            found += documents
+            left = left[len(some) :]
+            if facts.has_more and documents:
+                last = some.index(documents[-1].version.seqno)
+                left = [*some[last + 1 :], *left]
+        return found
+
+    async def link_of(self, vb_id: int) -> Link:
+        """Return a connection to the node that serves a partition."""
+        assert self._cluster.topology is not None, "it came with the first connection"
+        return await self._link_to(self._cluster.topology.node_of(vb_id).place)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    async def _asked(self, requests: list[_Request]) -> dict[int, tuple[Told, bytes, str]]:
+        """Return the answers by partition, each with the node that gave it."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._timeout_s
+        left = {request.vb_id: request for request in requests}
+        found: dict[int, tuple[Told, bytes, str]] = {}
+        while True:
+            assert self._cluster.topology is not None, "it came with the first connection"
+            groups, without = self._cluster.topology.by_place(left)
+            refusal: Exception | None = next(iter(without.values()), None)
+            for place, vb_ids in groups.items():
+                try:
+                    link = await self._link_to(place)
+                    frames = await self._sent(link, [left[vb_id] for vb_id in vb_ids])
+                except (ConnectError, ConnectionLostError) as error:
+                    refusal = error
+                    continue
+                for vb_id, frame in zip(vb_ids, frames, strict=True):
+                    if frame.status:
+                        refusal = self._refused(frame, vb_id, link.node)
+                        continue
+                    found[vb_id] = _facts_of(frame, vb_id, link.node)
+                    del left[vb_id]
+                    give_up_s = loop.time() + self._timeout_s
+            if not left:
+                return found
+            assert refusal is not None, "what is left was refused"
+            if loop.time() >= give_up_s:
+                raise refusal
+            await asyncio.sleep(AGAIN_S)
+            await self._refresh()
+
+    async def _sent(self, link: Link, requests: list[_Request]) -> list[Frame]:
+        opaque = link.take_opaques(len(requests))
+        packets = b"".join(
+            pack_request(
+                Opcode.X_READ_HASHES, vb_id=each.vb_id, opaque=opaque + at & 0xFFFF_FFFF,
+                extras=ASKED.pack(each.what, each.bits, self.collection_id),
+                key=each.key, value=each.value,
+            )
+            for at, each in enumerate(requests)
+        )  # fmt: skip
+        frames = await self._in_time(link.send_batch(packets, opaque, len(requests)), link.node)
+        self.received_bytes += sum(24 + len(frame.extras) + len(frame.value) for frame in frames)
+        return frames
+
+    async def _in_time(self, answer: Awaitable[_T], node: str) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError:
+            why = f"read hashes: no answer within {self._timeout_s:g} s"
+            raise OperationTimeoutError(why, node=node) from None
+
+    async def _link_to(self, place: Place) -> Link:
+        link = self._links.get(place)
+        if link is None or link.is_closed:
+            address = self._address.at(*place)
+            link = await Link.connect(address, timeout_s=self._timeout_s, features=FEATURES)
+            self._links[place] = link
+        return link
+
+    def _refused(self, frame: Frame, vb_id: int, node: str) -> Exception:
+        """Return a refusal that says "later". Raises every other one."""
+        if frame.status in _UNKNOWN:
+            raise UnsupportedError("the server has no hashes (X_READ_HASHES)", node=node)
+        error = error_from_status(
+            frame.status, "read hashes", body=frame.value, vb_id=vb_id, node=node
+        )
+        if frame.status not in _LATER:
+            raise error
+        return error
+
+    async def _refresh(self) -> None:
+        """Take the newest map that a node knows. With none, the known one is tried again."""
+        for place in tuple(self._links):
+            try:
+                link = await self._link_to(place)
+                frame = await self._in_time(link.request(Opcode.GET_CLUSTER_CONFIG), link.node)
+                if not frame.status and frame.value:
+                    self._cluster.learn(frame.value, link.address.host)
+            except (ConnectError, ConnectionLostError, OperationTimeoutError, TopologyError):
+                continue
+
+
+def _numbers_of(buckets: bytes) -> bytes:
+    return b"".join(BUCKET.pack(at) for at, is_wanted in enumerate(buckets) if is_wanted)
+
+
+def _facts_of(frame: Frame, vb_id: int, node: str) -> tuple[Told, bytes, str]:
+    try:
+        return told(frame), frame.value, node
+    except ValueError as error:
+        raise ConnectError(f"read hashes: {error}", vb_id=vb_id, node=node) from error

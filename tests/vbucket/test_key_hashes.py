@@ -1,0 +1,189 @@
+"""Tables of hashes: order does not matter, levels fit each other, both twins are equal, and what a
+merge keeps is what a recount finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.memory_node import MemoryNode
+from vbucket.engine.hashes import Hashed, hashed, listed
+from vbucket.model.ids import vbucket_of
+from vbucket.native import key_hashes
+from vbucket.native.key_hashes import (
+    BITS_MAX,
+    BUCKET_DOCUMENTS,
+    KeyHashes,
+    Row,
+    RowForm,
+    bits_for,
+    differing,
+    hash_of_document,
+    hash_of_key,
+    rows_of_buckets,
+)
+from vbucket.store.hashes import counted_hashes, put_hashes
+
+T = TypeVar("T")
+FORM = RowForm(2, b"\x08", 1, 9, 0x57)
+keys = st.binary(max_size=40).map(b"\0\1\x08".__add__)
+values = st.binary(min_size=17, max_size=17).map(b"\x57".__add__)
+documents = st.dictionaries(keys, values, max_size=30)
+others = st.lists(
+    st.tuples(st.binary(max_size=6), st.binary(max_size=20)), max_size=5
+)  # short ones, other collections, no documents
+
+
+def table(rows: list[Row], bits: int = 0) -> KeyHashes:
+    made = KeyHashes(bits)
+    made.change([], rows, FORM)
+    return made
+
+
+@given(documents, others, st.integers(0, BITS_MAX), st.randoms())
+def test_both_twins_and_any_order_give_the_same(
+    found: dict[bytes, bytes], strange: list[Row], bits: int, random: object
+) -> None:
+    rows = [*found.items(), *strange]
+    wanted = table(rows, bits)
+    shuffled = sorted(rows, key=lambda _: random.random())  # type: ignore[attr-defined]
+    chosen = bytes(bucket % 3 == 0 for bucket in range(1 << bits))
+    within = rows_of_buckets(rows, FORM, bits, chosen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_hashes, "LOOPS", None)
+        in_python = table(shuffled, bits)
+        assert in_python.sums == wanted.sums
+        assert in_python.documents == wanted.documents
+        assert rows_of_buckets(rows, FORM, bits, chosen) == within
+    assert wanted.documents >= len(found)
+
+
+@given(documents, documents)
+def test_replaced_documents_leave_nothing_behind(
+    before: dict[bytes, bytes], after: dict[bytes, bytes]
+) -> None:
+    made = table(list(before.items()), 4)
+    made.change(list(before.items()), list(after.items()), FORM)
+    assert made == table(list(after.items()), 8)
+    assert (made == table(list(before.items()), 2)) == (before == after)
+
+
+@given(documents, st.integers(0, 8), st.integers(0, 8))
+def test_a_level_is_the_sum_of_those_below(
+    found: dict[bytes, bytes], bits: int, fewer: int
+) -> None:
+    bits, fewer = max(bits, fewer), min(bits, fewer)
+    rows = list(found.items())
+    assert table(rows, bits).at(fewer) == bytes(table(rows, fewer).sums)
+
+
+def test_the_hash_is_the_one_that_is_documented() -> None:
+    """Other programs may compute it, and stores keep it."""
+    assert hash_of_key(b"") == 0xDA3563D49912E431
+    assert hash_of_document(hash_of_key(b"hello"), 1, 2) == 0x0FC15684E9228051
+    assert len({hash_of_key(b"k%d" % number) >> 52 for number in range(40_000)}) == 4096
+
+
+@pytest.mark.parametrize(
+    ("count", "bits"),
+    [(0, 0), (128, 0), (129, 4), (2048, 4), (2049, 8), (10**9, BITS_MAX)],
+)
+def test_tables_grow_with_their_documents(count: int, bits: int) -> None:
+    assert bits_for(count) == bits
+    assert BUCKET_DOCUMENTS == 128
+
+
+def test_buckets_that_differ_are_named() -> None:
+    one, other = KeyHashes(2), KeyHashes(2)
+    other.sums[8] = 1
+    assert differing(one.at(2), other.at(2)) == b"\0\1\0\0"
+
+
+# -- kept by merges ------------------------------------------------------------------------------
+
+NAMES = [
+    key for key in (b"k%d" % number for number in range(3000)) if vbucket_of(key, 2) == 0
+]  # fmt: skip
+
+
+def result(steps: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast("T", end.value)
+
+
+def of_now(node: MemoryNode) -> Hashed:
+    return result(hashed(node.engine.versions, node.engine.partitions[0], 0))
+
+
+def kept(node: MemoryNode) -> KeyHashes | None:
+    record = node.store.partition(0)
+    assert record is not None
+    tables = node.store.hashes(0, record)
+    return None if tables is None else tables.get(0, KeyHashes())
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400), st.booleans()), max_size=5))
+def test_tables_that_grow_are_those_of_a_recount(script: list[tuple[int, int, bool]]) -> None:
+    node = MemoryNode(partitions=2)
+    peer = node.connect()
+    for first, count, is_deletion in script:
+        for name in NAMES[first : first + count]:
+            peer.delete(0, name) if is_deletion else peer.set(0, name, b"v%d" % first)
+        node.commit()
+        before = of_now(node)
+        node.merge()
+        after = kept(node)
+        assert after == before.hashes == counted_hashes(node.store._reader, 0).get(0, KeyHashes())
+        assert after is not None
+        assert not after.is_small
+
+
+def test_a_store_without_tables_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program that does not know them leaves it behind: older ones, or none."""
+    node = MemoryNode(partitions=2)
+    peer = node.connect()
+    for name in NAMES[:100]:
+        peer.set(0, name, b"v")
+    node.merge()
+    wanted = kept(node)
+    assert wanted is not None
+    record = node.store.partition(0)
+    assert record is not None
+    with node.env.write() as write:
+        put_hashes(write, 0, record._replace(high_seqno=99), {})
+    node.store.refresh()
+    assert kept(node) is None
+    assert of_now(node).hashes == wanted
+    peer.set(0, NAMES[0], b"w")
+    node.merge()
+    assert kept(node) == of_now(node).hashes != wanted
+
+
+def test_work_that_a_merge_interrupts_begins_again() -> None:
+    node = MemoryNode(partitions=2)
+    peer = node.connect()
+    for name in NAMES:
+        peer.set(0, name, b"v")
+    node.commit()
+    part = node.engine.partitions[0]
+    steps, keys = (
+        hashed(node.engine.versions, part, 0),
+        listed(node.engine.versions, part, 0, 0, b"\1", bytes_max=1 << 30),
+    )
+    next(steps)
+    for name in NAMES[:9]:
+        peer.delete(0, name)
+    node.merge()
+    found, rows = result(steps), result(keys)
+    assert found.hashes == kept(node)
+    assert [key[3:] for key, _ in rows.rows] == sorted(NAMES[9:])
+    assert found.seqno == rows.seqno == part.high_seqno

@@ -1,0 +1,181 @@
+"""The hashes of a partition's documents as of now, and the keys in some of their buckets. Sans-IO.
+
+The store has tables of hashes as of its last merge (`vbucket.store.hashes`). What is in memory is
+folded in here: of each key that a layer knows, the record in the store is taken out and the newest
+version is added. So nothing is kept up to date on a write's way.
+
+Who calls it: `dcp.session.kv.hash_reads`.
+
+Invariants
+- an answer shows all documents of a collection as of one seqno, the high seqno when the work began
+  (again). It may not be committed yet: it waits for that, as reads do;
+- the work takes steps, and yields between them. If a merge or a branch changes the partition in the
+  store meanwhile, it begins again; then there is less in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Final, NamedTuple
+
+from vbucket.engine.partition import Partition
+from vbucket.engine.versions import Versions
+from vbucket.model.entry import is_deleted
+from vbucket.model.manifest import encode_leb128
+from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row, rows_of_buckets
+from vbucket.store.hashes import form_of
+from vbucket.store.key_record import BY_KEY_RECORD, by_key_items
+
+STEP_KEYS: Final = 1000
+"""Unmerged keys that are folded in between two pauses: some milliseconds."""
+LISTED_BYTES_MAX: Final = 1 << 20
+"""Keys and records that one answer lists."""
+
+
+class Hashed(NamedTuple):
+    """The hashes of a collection's documents in a partition as of a seqno."""
+
+    vb_uuid: int
+    seqno: int
+    hashes: KeyHashes
+
+
+class Listed(NamedTuple):
+    """Keys of a collection as of a seqno, ascending, each with its record. `has_more`: further keys
+    follow the last one.
+    """
+
+    vb_uuid: int
+    seqno: int
+    rows: list[Row]
+    has_more: bool
+
+
+class _ChangedError(Exception):
+    """The partition in the store is another one than when the work began."""
+
+
+class _Work:
+    """One attempt, for as long as the partition in the store stays what it is."""
+
+    def __init__(self, versions: Versions, part: Partition, collection_id: int) -> None:
+        self._versions = versions
+        self._part = part
+        self.form = form_of(collection_id)
+        self.vb_uuid, self.seqno = part.vb_uuid, part.high_seqno
+        self.record = versions.stored_record(part)
+        prefix = encode_leb128(collection_id)
+        self.newest = {
+            key: entry
+            for layer in part.layers()
+            for key, entry in layer.newest.items()
+            if key.startswith(prefix)
+        }
+        """The newest version of each key that is in memory; b"": there is none."""
+
+    def pause(self) -> Generator[None, None, None]:
+        """Yield. Raises _ChangedError."""
+        yield
+        record = self._versions.stored_record(self._part)
+        if (self._part.vb_uuid, record) != (self.vb_uuid, self.record):
+            raise _ChangedError
+
+    def rows_of(self, keys: list[bytes]) -> list[Row]:
+        """Return the records of documents among keys that are in memory, which must ascend."""
+        prefix = self._part.vb_id.to_bytes(2, "big")
+        live = [key for key in keys if (entry := self.newest[key]) and not is_deleted(entry)]
+        return by_key_items(prefix, live, [self.newest[key] for key in live]) if live else []
+
+
+def hashed(
+    versions: Versions, part: Partition, collection_id: int
+) -> Generator[None, None, Hashed]:
+    """Return the hashes of a collection in a partition. Raises StoreDamagedError."""
+    while True:
+        work = _Work(versions, part, collection_id)
+        try:
+            table = yield from _table_of(versions, part, collection_id, work)
+            keys = sorted(work.newest)
+            for at in range(0, len(keys), STEP_KEYS):
+                if at:
+                    yield from work.pause()
+                some = keys[at : at + STEP_KEYS]
+                old = versions.stored_rows_of(part, some)
+                table.change(old, work.rows_of(some), work.form)
+        except _ChangedError:
+            continue
+        return Hashed(work.vb_uuid, work.seqno, table)
+
+
+def listed(
+    versions: Versions,
+    part: Partition,
+    collection_id: int,
+    bits: int,
+    wanted: bytes,
+    first: bytes = b"",
+    bytes_max: int = LISTED_BYTES_MAX,
+) -> Generator[None, None, Listed]:
+    """Return the documents of some buckets, from the logical key `first` on. Raises
+    StoreDamagedError.
+    """
+    while True:
+        work = _Work(versions, part, collection_id)
+        try:
+            rows, has_more = yield from _rows(versions, part, work, bits, wanted, first, bytes_max)
+        except _ChangedError:
+            continue
+        return Listed(work.vb_uuid, work.seqno, rows, has_more)
+
+
+def _table_of(
+    versions: Versions, part: Partition, collection_id: int, work: _Work
+) -> Generator[None, None, KeyHashes]:
+    """Return the hashes of what is in the store. It is counted if there is no table."""
+    if work.record is None:
+        return KeyHashes()
+    tables = versions.stored_hashes(part, work.record)
+    if tables is not None:
+        return tables.get(collection_id) or KeyHashes()
+    table = KeyHashes(BITS_MAX)
+    first = work.form.prefix
+    while rows := versions.stored_rows(part, first, work.form.prefix):
+        table.change([], rows, work.form)
+        first = rows[-1][0][2:] + b"\0"
+        yield from work.pause()
+    return table
+
+
+def _rows(
+    versions: Versions,
+    part: Partition,
+    work: _Work,
+    bits: int,
+    wanted: bytes,
+    first: bytes,
+    bytes_max: int,
+) -> Generator[None, None, tuple[list[Row], bool]]:
+    form = work.form
+    next_key = form.prefix + first
+    keys = sorted(key for key in work.newest if key >= next_key)
+    found = rows_of_buckets(work.rows_of(keys), form, bits, wanted)
+    limit = bytes_max
+    is_over = work.record is None
+    while not is_over and limit > 0:
+        rows = versions.stored_rows(part, next_key, form.prefix)
+        is_over = not rows
+        if rows:
+            next_key = rows[-1][0][2:] + b"\0"
+            more = rows_of_buckets(rows, form, bits, wanted)
+            more = [row for row in more if row[0][2:] not in work.newest]
+            found += more
+            limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
+            yield from work.pause()
+    found.sort()
+    if not is_over:
+        found = [row for row in found if row[0][2:] < next_key]
+    end = size = 0
+    while end < len(found) and size < bytes_max:
+        size += len(found[end][0]) + BY_KEY_RECORD.size
+        end += 1
+    return found[:end], not is_over or end < len(found)

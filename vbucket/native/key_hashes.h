@@ -1,0 +1,12 @@
+/* Sums of the hashes of documents, by their keys. */
+
+#ifndef DCPD_KEY_HASHES_H
+#define DCPD_KEY_HASHES_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+PyObject *loops_add_hashes(PyObject *module, PyObject *args);
+PyObject *loops_rows_within(PyObject *module, PyObject *args);
+
+#endif
