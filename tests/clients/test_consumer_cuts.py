@@ -18,8 +18,9 @@ from clients.event import Rollback, StreamFailed
 from clients.kv.batch import AtomicBatch
 from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
+from clients.mirror.mirror import Mirror
 from clients.operation import Document
-from clients.sync import SyncConsumer
+from clients.sync import SyncConsumer, SyncMirror
 from dcp.wire.message import pack_closed_time
 from support.cluster_here import node_here
 from support.server import DcpdProcess, ctl
@@ -222,6 +223,41 @@ def check_pairs(documents):
         assert held[0] >= held[1], f"a cut has {second} without {first}"
 
 
+async def check_mirror(mirror):
+    """What is read in a block is of one moment, however long that takes."""
+    async with mirror.at_frontier() as time:
+        held = {key.encode(): mirror[key] for key in ACCOUNTS}
+        check_sum(held)
+        await asyncio.sleep(0.01)
+        assert {key.encode(): mirror[key] for key in ACCOUNTS} == held
+        check_pairs(dict(mirror.items()))
+        assert time
+    held = dict(mirror.items())  # and between two cuts it is nowhere
+    check_pairs(held)
+    check_sum(held)
+
+
+async def test_a_mirror_without_cuts_has_no_frontier():
+    mirror = Mirror("127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="cuts=True"):
+        async with mirror.at_frontier():
+            pass
+
+
+async def test_a_rollback_is_decided_after_what_is_before_it():
+    """The events of before are returned first, as a part: they must be processed by then."""
+    streams = Follow(asks=True)
+    back = Rollback(1, 0, 0, 2, "branch")
+    batch = batch_of(mutation(1), mutation(2), back)
+    reader = reader_of(streams, batch, closed(time=70))
+    cuts = reader.cuts(streams, None)
+    assert [event.seqno for event in (await anext(cuts)).events] == [1, 2]
+    assert streams.settled == []
+    cut = await anext(cuts)
+    assert streams.settled == [0]
+    assert (cut.time, cut.events[0].reason) == (70, "decided")
+
+
 def apply(documents, journal, cut):
     for change in cut.changes:
         match change:
@@ -255,6 +291,8 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
             await kv.set_many((key, b"%d" % BALANCE) for key in ACCOUNTS)
             writers += [asyncio.create_task(move_money(kv, ACCOUNTS[n::4], stop)) for n in range(4)]
             consumer = Consumer(server.address, cuts=True, validate=True)
+            mirror = Mirror(server.address, tmp_path / "mirror.lmdb", cuts=True)
+            await mirror.open()
             documents, journal, times, seen_at, steps = {}, [], [0], [], 0
             balances = set()
             async for cut in consumer.cuts():
@@ -266,6 +304,7 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
                 times.append(cut.time)
                 if cut.changes:
                     seen_at.append(len(times))
+                await check_mirror(mirror)
                 has_rolled_back = any(isinstance(each, Rollback) for each in cut.changes)
                 if len(times) == 8:
                     await asyncio.to_thread(server.restart_after_kill)
@@ -282,6 +321,12 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
             assert max(seen_at) > 14, "to the end"
             assert len(balances) > 5, "money was moved"
             assert consumer.checkpoint() == cut.positions
+            await kv.set(PAIRS[0][0], b"999999999")
+            await mirror.caught_up(20)
+            async with mirror.at_frontier():
+                assert mirror[PAIRS[0][0]] == b"999999999"
+                assert mirror[aside] == b"1"
+            await mirror.close()
             await consumer.close()
 
 
@@ -330,6 +375,14 @@ async def test_a_consumer_that_resumes_from_a_cut_has_the_next_one(tmp_path):
         assert document == Document(b"9", results[0].cas, 3)
         assert {result.cas for result in results} == {document.cas}
         assert [result.vb_id for result in results] == [vbucket_of(b"k0"), vbucket_of(b"k1")]
+
+        def of_mirror():
+            with SyncMirror(address, cuts=True) as mirror, mirror.at_frontier() as time:
+                return time, mirror["k0"], len(mirror)
+
+        time, value, count = await asyncio.to_thread(of_mirror)
+        assert time > again.time
+        assert (value, count) == (b"9", 499)
 
         def first_cut():
             with SyncConsumer(address, cuts=True) as consumer:
