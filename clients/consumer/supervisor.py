@@ -87,7 +87,7 @@ class Supervisor:
         """The partitions that are followed and not finished."""
         followed = set(self._placement.homeless) | set(self.paused) | set(self._held)
         for session in self._placement.sessions.values():
-            followed.update(session.core.streams.unfinished(), session.core.streams.held())
+            followed.update(session.core.streams.followed())
         return followed
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Unpack
@@ -29,6 +29,8 @@ from clients.mirror.resync import Resync
 from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
+CUT_PART_EVENTS: Final = 100_000
+"""A cut of more events, such as the first, is applied in parts, so it need not be in memory."""
 LOOK_AGAIN_S: Final = 0.1
 """How often `caught_up` checks while no event arrives."""
 
@@ -71,12 +73,17 @@ class Mirror:
             **options,
         )  # fmt: skip
         self._store: MirrorStore = MemoryStore()
+        self._between_cuts = asyncio.Lock()
+        """With `cuts`: held by readers, and by the mirror while its documents are of no cut."""
+        self._frontier = 0
         self._task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
         self._failure: BaseException | None = None
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
         self._resync: Resync | None = None
+        self._held: dict[int, Position] = {}
+        """Positions that are not stored yet."""
         self._taken: dict[int, Taken] = {}
         """What resyncs have found and the store does not have yet."""
         self._opened: set[int] = set()
@@ -114,6 +121,8 @@ class Mirror:
                 await self._open_consumer()
             assert self.consumer.topology is not None
             self._num_vbuckets = self.consumer.topology.num_vbuckets
+            if self._options.cuts:
+                await self._between_cuts.acquire()
             self._task = asyncio.create_task(self._follow(), name="mirror")
             await self.caught_up(caught_up_within_s)
         except BaseException:
@@ -163,7 +172,8 @@ class Mirror:
                 # A branch may have lowered the seqnos to wait for.
                 targets = {vb: min(seqno, asked.get(vb, seqno)) for vb, seqno in targets.items()}
             if targets is not None:
-                done = self.consumer.processed()
+                is_by_cut = self._options.cuts  # received changes may wait for their cut
+                done = self._store.positions() if is_by_cut else self.consumer.processed()
                 targets = {
                     vb_id: seqno
                     for vb_id, seqno in targets.items()
@@ -226,33 +236,31 @@ class Mirror:
         """Return the mirror's position by partition."""
         return self._store.positions()
 
+    @contextlib.asynccontextmanager
+    async def at_frontier(self) -> AsyncIterator[int]:
+        """Let the block read the documents as of one moment of the server (docs/consistent-cuts.md)
+        and give it the closed time, a CAS. The mirror stands still meanwhile, so be quick.
+
+        It needs the option `cuts`. Between such blocks a mirror with that option goes from cut to
+        cut. Raises RuntimeError without the option, and the error that stopped the mirror.
+        """
+        if not self._options.cuts:
+            raise RuntimeError("this mirror does not ask for cuts: give it the option cuts=True")
+        async with self._between_cuts:
+            self._check()
+            yield self._frontier
+
     # -- following -------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         try:
-            held: dict[int, Position] = {}
+            if self._options.cuts:
+                await self._follow_cuts()
             async for events, positions in self.consumer.deliveries():
                 for event in events:
                     if isinstance(event, StreamFailed):
                         raise event.error()
-                    if isinstance(event, StreamOpened):
-                        self._opened.add(event.vb_id)
-                    if self._resync is not None:
-                        self._resync.forget(event.vb_id)
-                if self._taken:
-                    # Each rollback comes alone: those that were answered by a resync wait for what
-                    # follows, and are stored together.
-                    events = [event for event in events if not self._is_answered(event)]  # noqa: PLW2901
-                    if not events:
-                        held |= positions
-                        continue
-                take(
-                    self._store, events, held | positions,
-                    collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
-                    resynced=self._taken,
-                )  # fmt: skip
-                held, self._taken = {}, {}
-                self._moved.set()
+                self._take(events, positions)
             if not self._options.until_now:
                 raise DcpdError(
                     "the stream ended: the collection was dropped, or the consumer was closed",
@@ -263,6 +271,53 @@ class Mirror:
             raise
         finally:
             self._moved.set()
+            self._reach_cut(self._frontier)  # readers get the error
+
+    async def _follow_cuts(self) -> None:
+        async for cut in self.consumer.cuts(CUT_PART_EVENTS):
+            if cut.events:
+                await self._leave_cut()
+                changed = {event.vb_id for event in cut.events}
+                positions = {vb_id: cut.positions[vb_id] for vb_id in changed}
+                self._take(cut.events, positions, may_wait=False)
+            if cut.time:
+                self._reach_cut(cut.time)
+
+    async def _leave_cut(self) -> None:
+        """Wait for readers, and keep others out until the next cut is reached."""
+        if self._frontier:
+            await self._between_cuts.acquire()
+            self._frontier = 0
+
+    def _reach_cut(self, time: int) -> None:
+        """The documents are those of a cut: let readers in."""
+        if not self._frontier and self._between_cuts.locked():
+            self._between_cuts.release()
+        self._frontier = time
+
+    def _take(
+        self, events: list[Event], positions: Mapping[int, Position], *, may_wait: bool = True
+    ) -> None:
+        """Apply events, and store the positions after them. Each rollback comes alone: those that a
+        resync answered may wait for what follows, and are stored together.
+        """
+        for event in events:
+            if isinstance(event, StreamOpened):
+                self._opened.add(event.vb_id)
+            if self._resync is not None:
+                self._resync.forget(event.vb_id)
+        self._held |= positions
+        if self._taken:
+            events = [event for event in events if not self._is_answered(event)]
+            if not events and may_wait:
+                return
+        take(
+            self._store, events, self._held,
+            collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
+            resynced=self._taken,
+        )  # fmt: skip
+        self._held, self._taken = {}, {}
+        self._moved.set()
 
     def _is_answered(self, event: Event) -> bool:
         """Whether it is a rollback that a resync has answered."""
@@ -276,6 +331,7 @@ class Mirror:
         begin at 0 where that cannot be told.
         """
         vb_id = event.vb_id
+        await self._leave_cut()
         if event.to_seqno and event.to_seqno >= self._store.floor(vb_id):
             return "undo"
         if self._key_prefixes:

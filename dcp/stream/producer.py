@@ -118,7 +118,7 @@ class Producer:
         """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
         self.keepalive = Keepalive()
         self.is_superseded = False
-        self.damages: list[str] = []
+        self.damages: list[tuple[int, str]] = []
         """What is damaged in the store, in words. The caller logs it and empties the list."""
         self._engine = engine
         self._commits = engine.commits
@@ -376,7 +376,7 @@ class Producer:
 
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
-        out, self._urgent = self._urgent, []
+        out, self._urgent, cut = self._urgent, [], self.snapshots.cut
         ready, partitions = self._ready, self._engine.partitions
         live_form: int | None = _NOT_ASKED
         while ready and bytes_max > 0:
@@ -391,9 +391,9 @@ class Producer:
                 self.end(stream, EndReason.STATE_CHANGED)
                 continue
             has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
-            cut = self.snapshots.cut
-            is_cut = cut is not None and part.committed_seqno > cut.seqnos[part.vb_id]
-            if has_more and live_form is not None and not is_cut:
+            if has_more and cut is not None:
+                has_more = part.committed_seqno <= cut.seqnos[part.vb_id]
+            if has_more and live_form is not None:
                 if live_form == _NOT_ASKED:
                     live_form = None if _live_run is None else self.snapshots.live_form
                 room = min(TURN_BYTES, window, bytes_max)
@@ -498,7 +498,7 @@ class Producer:
             if end_seqno is not None and sent < bytes_max and stream.next_seqno <= end_seqno:
                 sent += self.snapshots.send(stream, out, bytes_max - sent)
         except StoreDamagedError as error:
-            self.damages.append(str(error))
+            self.damages.append((stream.vb_id, str(error)))
             self._count(sent)
             self.end(stream, EndReason.BACKFILL_FAILED)  # rather than leave anything out
             return sent
