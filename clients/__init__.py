@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         StreamOpened,
         SystemEvent,
     )
+    from clients.kv.batch import AtomicBatch
     from clients.kv.client import KvClient, Pipeline
     from clients.kv.commands import Json, JsonDocument
     from clients.kv.sync_client import SyncKv
@@ -126,6 +127,7 @@ __getattr__ = lazy_names(
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
         "event": "Change Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
+        "kv.batch": "AtomicBatch",
         "kv.client": "KvClient Pipeline",
         "kv.commands": "Json JsonDocument",
         "kv.sync_client": "SyncKv",
@@ -142,6 +144,7 @@ __all__ = [
     "AmbiguousStatusError",
     "AmbiguousWriteError",
     "AsyncCheckpointStore",
+    "AtomicBatch",
     "AuthenticationError",
     "CasMismatchError",
     "Change",

@@ -10,7 +10,7 @@ Expiry: 0 never, up to 30 days relative seconds, above that absolute Unix second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from zlib import crc32
 
 from clients.errors import ConnectError, DcpdError, TooBigError, error_from_status
 from dcp.wire.frame import HEADER, MAX_KEY_BYTES, MAX_VALUE_BYTES, Frame, RemoteProtocolError
-from dcp.wire.message import MUTATION_TOKEN, U32, U64
+from dcp.wire.message import BATCH_CHANGE, BATCH_CHANGES_MAX, MUTATION_TOKEN, U32, U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from vbucket.model import ids
@@ -66,6 +66,7 @@ COLLECTION_ID_EXTRAS: Final = Struct(">QI")
 """Of an answer to GET_COLLECTION_ID: manifest uid, collection id."""
 _NO_OPTIONS: Final = STORE_EXTRAS.pack(0, 0)
 _READS: Final = frozenset({Opcode.GET, Opcode.GET_REPLICA, Opcode.X_GROUP_BEAT})
+_BATCH_MODES: Final = {Opcode.SET: 0, Opcode.ADD: 1, Opcode.REPLACE: 2, Opcode.DELETE: 3}
 _STORES: Final = frozenset({Opcode.SET, Opcode.ADD, Opcode.REPLACE})
 _NAMES: Final = {
     Opcode.GET: "get",
@@ -79,6 +80,7 @@ _NAMES: Final = {
     Opcode.SUBDOC_MULTI_LOOKUP: "look up",
     Opcode.TOUCH: "touch",
     Opcode.X_GROUP_BEAT: "beat of a group's member",
+    Opcode.X_BATCH: "batch",
 }
 LOOKUPS_MAX: Final = 16
 """Most look-ups of one SUBDOC_MULTI_LOOKUP."""
@@ -263,6 +265,39 @@ def delete_operation(key: bytes | str, cas: int = 0) -> Operation:
     return Opcode.DELETE, key_bytes(key), b"", b"", cas
 
 
+def batch_operation(changes: Sequence[Operation]) -> Operation:
+    """Return one operation that makes changes of documents together.
+
+    Raises ValueError for none or too many of them, and for two of one document; TooBigError.
+    """
+    if not 0 < len(changes) <= BATCH_CHANGES_MAX:
+        raise ValueError(f"a batch has 1 to {BATCH_CHANGES_MAX} changes, not {len(changes)}")
+    if len({change[1] for change in changes}) < len(changes):
+        raise ValueError("a batch changes each document once: leave out what is replaced at once")
+    parts: list[bytes] = []
+    for opcode, key, extras, value, cas in changes:
+        options = STORE_EXTRAS.unpack(extras) if extras else (0, 0)
+        mode = _BATCH_MODES[Opcode(opcode)]
+        parts += BATCH_CHANGE.pack(mode, 0, len(key), *options, cas, len(value)), key, value
+    first = changes[0][1]
+    value = value_bytes(b"".join(parts), first, "batch")
+    return Opcode.X_BATCH, first, U32.pack(len(changes)), value, 0
+
+
+def batch_results(
+    changes: Sequence[Operation], answer: Document, num_vbuckets: int
+) -> list[MutationResult]:
+    """Return the result of each change of a batch. Raises ConnectError if the answer is cut."""
+    if len(answer.value) != MUTATION_TOKEN.size * len(changes):
+        raise ConnectError(f"an answer of {len(answer.value)} bytes to {len(changes)} changes")
+    vb_ids = partitions_of(changes, num_vbuckets)
+    tokens = MUTATION_TOKEN.iter_unpack(answer.value)
+    return [
+        MutationResult(answer.cas, vb_id, *token)
+        for vb_id, token in zip(vb_ids, tokens, strict=True)
+    ]
+
+
 def touch_operation(key: bytes | str, expiry_s: int) -> Operation:
     """Return a TOUCH."""
     return Opcode.TOUCH, key_bytes(key), U32.pack(expiry_s), b"", 0
@@ -323,7 +358,7 @@ def outcome_of(operation: Operation, vb_id: int, frame: Frame, node: str) -> Out
             frame.status, _NAMES[Opcode(opcode)], body=frame.value, cas=cas, vb_id=vb_id,
             key=key, node=node,
         )  # fmt: skip
-    if operation[0] == Opcode.SUBDOC_MULTI_LOOKUP:
+    if operation[0] in {Opcode.SUBDOC_MULTI_LOOKUP, Opcode.X_BATCH}:
         return Document(frame.value, frame.cas)
     if operation[0] in _READS:
         flags = U32.unpack(frame.extras)[0] if len(frame.extras) == 4 else 0

@@ -20,6 +20,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -294,6 +295,16 @@ class SyncMirror(_Looped[Mirror]):
         """Return when the mirror has everything that the server had at the time of the call."""
         self._running().call(self._held.caught_up(timeout_s))
 
+    @contextmanager
+    def at_frontier(self) -> Iterator[int]:
+        """Let the block read the documents as of one moment; see Mirror.at_frontier."""
+        block = self._held.at_frontier()
+        time = self._running().call(_entered(block))
+        try:
+            yield time
+        finally:
+            self._running().call(_left(block))
+
     def __getitem__(self, key: str | bytes) -> bytes:
         """Return a value. Raises KeyError."""
         return self._held[key]
@@ -317,3 +328,11 @@ class SyncMirror(_Looped[Mirror]):
     def __iter__(self) -> Iterator[bytes]:
         """Yield keys."""
         return iter(self._held)
+
+
+async def _entered(block: AbstractAsyncContextManager[_T]) -> _T:
+    return await block.__aenter__()
+
+
+async def _left(block: AbstractAsyncContextManager[object]) -> None:
+    await block.__aexit__(None, None, None)

@@ -69,8 +69,8 @@ FEATURES: Final[dict[str, Feature]] = {
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
-    "consistent cuts": Feature(4, 475),
-    "copies find their differences by hashes": Feature(8, 1606),
+    "consistent cuts, atomic batches": Feature(7, 950),
+    "copies find their differences by hashes": Feature(11, 2024),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""

@@ -128,7 +128,7 @@ class Intake:
 
     def add(self, feed: Feed) -> None:
         """Add a partition. Call it before `begin`, or call `ask` afterwards."""
-        feed.state, feed.target, feed.opaque = FeedState.IDLE, None, 0
+        feed.state, feed.opaque = FeedState.IDLE, 0
         self.feeds[feed.vb_id] = feed
 
     def ask(self) -> None:
@@ -194,7 +194,11 @@ class Intake:
         self._on_seqnos({})
 
     def _on_seqnos(self, high: dict[int, int]) -> None:
-        """The high seqnos are known: request the streams up to there."""
+        """The high seqnos are known: request the streams up to there.
+
+        A node tells them as of one moment. A feed that is asked for again keeps its target, so that
+        the run still ends at that moment, unless the target does not exist any more.
+        """
         feeds = self._awaiting or []
         self._awaiting = None
         for feed in feeds:
@@ -202,15 +206,16 @@ class Intake:
             if seqno is None:
                 self._give_up(feed)
                 continue
-            feed.target = seqno
             position = feed.position()
-            self._connection.request(feed, position, max(seqno, position.seqno), {})
+            if feed.target is None or not position.snap_end <= feed.target <= seqno:
+                feed.target = seqno
+            self._connection.request(feed, position, max(feed.target, position.seqno), {})
         if any(feed.state is FeedState.IDLE for feed in self.feeds.values()):
             self._ask_seqnos()
 
     def _again(self, feed: Feed) -> None:
         """Request again at once, up to the current high seqno. The old one may no longer exist."""
-        feed.state = FeedState.IDLE
+        feed.state, feed.target = FeedState.IDLE, None
         self._ask_seqnos()
 
     def _later(self, feed: Feed) -> None:

@@ -176,10 +176,16 @@ class BatchReader:
             if failed is not None:
                 raise failed.error()
             is_part = events_max is not None and len(self._held) >= events_max
-            if self._cut_time or is_part:
+            # A rollback is decided when all events before it are processed.
+            if self._cut_time or is_part or (source.asks and self._has_rollback_next()):
                 events, self._held = self._held, []
                 self._at_cut = self._positions_after(self._count)
                 yield Cut(events, self._cut_time, dict(self._at_cut))
+
+    def _has_rollback_next(self) -> bool:
+        """Whether the next event of the current batch is a rollback."""
+        items = [] if self._current is None else self._current[1].items[self._count :]
+        return bool(items) and isinstance(items[0], Rollback)
 
     async def _pieces(
         self, source: Source, *, is_lazy: bool, marks: bool = False
@@ -251,7 +257,11 @@ class BatchReader:
         return self._positions_after(self._count) if self._at_cut is None else dict(self._at_cut)
 
     def processed(self) -> Checkpoint:
-        """Return the positions after all processed events, for which the user asked for more."""
+        """Return the positions after all processed events, for which the user asked for more; with
+        `cuts` as `checkpoint`.
+        """
+        if self._at_cut is not None:
+            return dict(self._at_cut)
         return self._positions_after(self._count - 1 if self._is_single else self._piece_start)
 
     def after_batch(self) -> Checkpoint:
@@ -275,7 +285,12 @@ class BatchReader:
             if count is None or count >= len(batch.items):
                 positions.update(batch.positions)
             elif count > 0:
+                # Only of partitions that have items on both sides is the position not known yet.
                 items = batch.items[:count]
+                later = {item.vb_id for item in batch.items[count:]}
+                done = {item.vb_id for item in items} - later
+                positions.update({vb_id: batch.positions[vb_id] for vb_id in done})
+                items = [item for item in items if item.vb_id in later]
                 advance(positions, items, batch.markers, batch.collections, batch.filter)
         return positions
 

@@ -195,6 +195,7 @@ class FollowArguments(TypedDict, total=False):
     vbuckets: Iterable[int] | None
     group: Group | None
     until_now: bool
+    cuts: bool
     from_replicas: bool
     rack: str
     events_per_s: float | None
@@ -213,7 +214,6 @@ class ConsumerArguments(FollowArguments, total=False):
     store: CheckpointStore | AsyncCheckpointStore | None
     save_every_s: float | None
     on_rollback: OnRollback
-    cuts: bool
     collections: Iterable[str | int] | str | None
     key_prefixes: Iterable[str | bytes] | str | bytes
     history: bool

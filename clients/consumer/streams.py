@@ -375,9 +375,17 @@ class StreamRequests:
         time, connection.closed_time = connection.closed_time, 0
         if not time:
             return None
-        followed = sum(not stream.is_over for stream in self.by_vb.values())
         reached = [stream.vb_id for stream in connection.open.values()]
-        return Closed(time, reached, is_whole=len(reached) == followed)
+        return Closed(time, reached, is_whole=len(reached) == len(self.followed()))
+
+    def followed(self) -> list[int]:
+        """Return the partitions that are not over, those that were rolled back and wait too."""
+        return [vb_id for vb_id, stream in self.by_vb.items() if not stream.is_over]
+
+    def is_held(self, vb_id: int) -> bool:
+        """Whether a partition was rolled back and waits for `go_on`."""
+        stream = self.by_vb.get(vb_id)
+        return stream is not None and stream.state is PartitionStreamState.HELD
 
     def held(self) -> dict[int, Wanted]:
         """Return the partitions that were rolled back and wait for `go_on`."""

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
 from clients.errors import DcpdError, NotFoundError
+from clients.kv.batch import AtomicBatch
 from clients.kv.commands import KvCommands, checked_timeout
 from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange, NodeLinks
 from clients.kv.routing import Router
@@ -164,6 +165,22 @@ class KvClient(KvCommands):
         batch = Pipeline(self, level, timeout_s)
         yield batch
         await batch.execute()
+
+    @asynccontextmanager
+    async def batch(self, *, timeout_s: float | None = None) -> AsyncIterator[AtomicBatch]:
+        """Collect changes, and make them together at the end of the `async with`: all of them or
+        none, also if the server is killed, with one CAS. `batch.results` has their results then.
+
+        All are of one collection. Nodes of clusters refuse batches (UnsupportedError), before
+        anything is changed.
+
+        Raises ExistsError or NotFoundError if a change cannot be made as asked (the text says which
+        one), and AmbiguousWriteError if all or none of them may have been made. After every other
+        error, and if the block raises, nothing was changed.
+        """
+        batch = AtomicBatch()
+        yield batch
+        batch.results = await self.apply_batch(batch.changes, timeout_s=timeout_s)
 
     async def execute(
         self,

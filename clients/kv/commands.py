@@ -38,6 +38,8 @@ from clients.operation import (
     Operation,
     Outcome,
     Token,
+    batch_operation,
+    batch_results,
     counter_operation,
     delete_operation,
     durability_of,
@@ -56,6 +58,7 @@ from clients.position import may_be_longer, version_log_group, versions_of
 from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
+from vbucket.model.ids import NUM_VBUCKETS
 
 LOOK_UPS_MAX: Final = 6
 LOOK_UP_PAUSE_S: Final = 0.02
@@ -240,6 +243,17 @@ class KvCommands:
             Opcode.SET, key, value, flags=flags, expiry_s=expiry_s, cas=cas,
             durability=durability, timeout_s=timeout_s,
         )  # fmt: skip
+
+    async def apply_batch(
+        self, changes: Sequence[Operation], *, timeout_s: float | None = None
+    ) -> list[MutationResult]:
+        """Make changes together, or none of them. Raises what `KvClient.batch` does."""
+        if not changes:
+            return []
+        answer = _expect(Document, await self._one(batch_operation(changes), timeout_s))
+        topology = self._wire.router.topology
+        count = NUM_VBUCKETS if topology is None else topology.num_vbuckets
+        return batch_results(changes, answer, count)
 
     async def set_json(
         self,

@@ -16,12 +16,14 @@ While it waits for an answer for long, threads ask other nodes for a newer map
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from clients.address import ServerAddress, parse_address
+from clients.kv.batch import AtomicBatch
 from clients.kv.blocking_exchange import BlockingExchange
 from clients.kv.commands import KvCommands
 from clients.kv.routing import Router
@@ -91,6 +93,16 @@ class SyncKv:
         """Close all connections."""
         self._exchange.close()
 
+    @contextmanager
+    def batch(self, *, timeout_s: float | None = None) -> Iterator[AtomicBatch]:
+        """Collect changes, and make them together, or not at all. Raises what `KvClient.batch`
+        does.
+        """
+        batch = AtomicBatch()
+        yield batch
+        batch.results = self.apply_batch(batch.changes, timeout_s=timeout_s)
+
+    apply_batch = _blocking(KvCommands.apply_batch)
     get = _blocking(KvCommands.get)
     get_json = _blocking(KvCommands.get_json)
     get_with_xattrs = _blocking(KvCommands.get_with_xattrs)

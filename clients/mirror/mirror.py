@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Unpack
@@ -23,12 +23,14 @@ from clients.consumer.consumer import Consumer
 from clients.consumer.node_session import LOG
 from clients.consumer.options import ConsumerOptions, FollowArguments, prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
-from clients.event import Event, Rollback, StreamFailed
-from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
+from clients.event import Event, Rollback, StreamFailed, StreamOpened
+from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, Taken, take
 from clients.mirror.resync import Resync
 from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
+CUT_PART_EVENTS: Final = 100_000
+"""A cut of more events, such as the first, is applied in parts, so it need not be in memory."""
 LOOK_AGAIN_S: Final = 0.1
 """How often `caught_up` checks while no event arrives."""
 
@@ -71,14 +73,21 @@ class Mirror:
             **options,
         )  # fmt: skip
         self._store: MirrorStore = MemoryStore()
+        self._between_cuts = asyncio.Lock()
+        """With `cuts`: held by readers, and by the mirror while its documents are of no cut."""
+        self._frontier = 0
         self._task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
         self._failure: BaseException | None = None
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
         self._resync: Resync | None = None
-        self._resynced: set[int] = set()
-        """Partitions whose next rollback was answered by a resync."""
+        self._held: dict[int, Position] = {}
+        """Positions that are not stored yet."""
+        self._taken: dict[int, Taken] = {}
+        """What resyncs have found and the store does not have yet."""
+        self._opened: set[int] = set()
+        """Partitions that the server has streamed: before, it may say ROLLBACK."""
         self.resyncs = 0
         """How many partitions were brought to the server's state by their differences."""
         self.consumer: Consumer
@@ -112,6 +121,8 @@ class Mirror:
                 await self._open_consumer()
             assert self.consumer.topology is not None
             self._num_vbuckets = self.consumer.topology.num_vbuckets
+            if self._options.cuts:
+                await self._between_cuts.acquire()
             self._task = asyncio.create_task(self._follow(), name="mirror")
             await self.caught_up(caught_up_within_s)
         except BaseException:
@@ -161,11 +172,12 @@ class Mirror:
                 # A branch may have lowered the seqnos to wait for.
                 targets = {vb: min(seqno, asked.get(vb, seqno)) for vb, seqno in targets.items()}
             if targets is not None:
-                done = self.consumer.processed()
+                is_by_cut = self._options.cuts  # received changes may wait for their cut
+                done = self._store.positions() if is_by_cut else self.consumer.processed()
                 targets = {
                     vb_id: seqno
                     for vb_id, seqno in targets.items()
-                    if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
+                    if seqno and not self._has(vb_id, done, seqno)
                 }
             # A refused stream is no longer followed. Its event will raise an error in `_follow`.
             is_refused = self.consumer.metrics.streams_failed > 0
@@ -175,6 +187,11 @@ class Mirror:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S):
                         await self._moved.wait()
+
+    def _has(self, vb_id: int, done: Mapping[int, Position], seqno: int) -> bool:
+        """Whether the mirror has a partition up to a seqno of the history that is streamed."""
+        is_there = vb_id in done and done[vb_id].seqno >= seqno
+        return is_there and vb_id in self._opened and vb_id not in self._taken
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -210,23 +227,40 @@ class Mirror:
         """Yield keys."""
         return (key for key, _ in self.items())
 
+    @property
+    def resync_bytes(self) -> int:
+        """How many bytes the server has sent for the comparisons of `resyncs`."""
+        return 0 if self._resync is None else self._resync.received_bytes
+
     def positions(self) -> dict[int, Position]:
         """Return the mirror's position by partition."""
         return self._store.positions()
+
+    @contextlib.asynccontextmanager
+    async def at_frontier(self) -> AsyncIterator[int]:
+        """Let the block read the documents as of one moment of the server (docs/consistent-cuts.md)
+        and give it the closed time, a CAS. The mirror stands still meanwhile, so be quick.
+
+        It needs the option `cuts`. Between such blocks a mirror with that option goes from cut to
+        cut. Raises RuntimeError without the option, and the error that stopped the mirror.
+        """
+        if not self._options.cuts:
+            raise RuntimeError("this mirror does not ask for cuts: give it the option cuts=True")
+        async with self._between_cuts:
+            self._check()
+            yield self._frontier
 
     # -- following -------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         try:
+            if self._options.cuts:
+                await self._follow_cuts()
             async for events, positions in self.consumer.deliveries():
                 for event in events:
                     if isinstance(event, StreamFailed):
                         raise event.error()
-                take(
-                    self._store, self._to_take(events), positions,
-                    collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
-                )  # fmt: skip
-                self._moved.set()
+                self._take(events, positions)
             if not self._options.until_now:
                 raise DcpdError(
                     "the stream ended: the collection was dropped, or the consumer was closed",
@@ -237,12 +271,67 @@ class Mirror:
             raise
         finally:
             self._moved.set()
+            self._reach_cut(self._frontier)  # readers get the error
+
+    async def _follow_cuts(self) -> None:
+        async for cut in self.consumer.cuts(CUT_PART_EVENTS):
+            if cut.events:
+                await self._leave_cut()
+                changed = {event.vb_id for event in cut.events}
+                positions = {vb_id: cut.positions[vb_id] for vb_id in changed}
+                self._take(cut.events, positions, may_wait=False)
+            if cut.time:
+                self._reach_cut(cut.time)
+
+    async def _leave_cut(self) -> None:
+        """Wait for readers, and keep others out until the next cut is reached."""
+        if self._frontier:
+            await self._between_cuts.acquire()
+            self._frontier = 0
+
+    def _reach_cut(self, time: int) -> None:
+        """The documents are those of a cut: let readers in."""
+        if not self._frontier and self._between_cuts.locked():
+            self._between_cuts.release()
+        self._frontier = time
+
+    def _take(
+        self, events: list[Event], positions: Mapping[int, Position], *, may_wait: bool = True
+    ) -> None:
+        """Apply events, and store the positions after them. Each rollback comes alone: those that a
+        resync answered may wait for what follows, and are stored together.
+        """
+        for event in events:
+            if isinstance(event, StreamOpened):
+                self._opened.add(event.vb_id)
+            if self._resync is not None:
+                self._resync.forget(event.vb_id)
+        self._held |= positions
+        if self._taken:
+            events = [event for event in events if not self._is_answered(event)]
+            if not events and may_wait:
+                return
+        take(
+            self._store, events, self._held,
+            collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
+            resynced=self._taken,
+        )  # fmt: skip
+        self._held, self._taken = {}, {}
+        self._moved.set()
+
+    def _is_answered(self, event: Event) -> bool:
+        """Whether it is a rollback that a resync has answered."""
+        if not isinstance(event, Rollback):
+            return False
+        taken = self._taken.get(event.vb_id)
+        return taken is not None and event.to_seqno == taken.position.seqno
 
     async def _choose(self, event: Rollback) -> Literal["undo", "restart"] | Position:
         """Undo as far as the journal reaches. Otherwise take over what differs from the server, or
         begin at 0 where that cannot be told.
         """
         vb_id = event.vb_id
+        await self._leave_cut()
         if event.to_seqno and event.to_seqno >= self._store.floor(vb_id):
             return "undo"
         if self._key_prefixes:
@@ -254,27 +343,15 @@ class Mirror:
                 options.connect_timeout_s,
             )  # fmt: skip
         try:
-            position = await self._resync.partition(self._store, vb_id)
+            taken = await self._resync.partition(self._store, vb_id)
         except DcpdError as error:
             LOG.warning("partition %d is loaded again: %s", vb_id, error)
             return "restart"
-        if position is None:
+        if taken is None:
             return "restart"
-        self._resynced.add(vb_id)
+        self._taken[vb_id] = taken
         self.resyncs += 1
-        return position
-
-    def _to_take(self, events: list[Event]) -> list[Event]:
-        """Return events without the rollbacks that were answered by a resync."""
-        if not self._resynced:
-            return events
-        left = []
-        for event in events:
-            if isinstance(event, Rollback) and event.vb_id in self._resynced:
-                self._resynced.discard(event.vb_id)
-            else:
-                left.append(event)
-        return left
+        return taken.position
 
     def _check(self) -> None:
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):

@@ -376,7 +376,7 @@ class Producer:
 
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
-        out, self._urgent = self._urgent, []
+        out, self._urgent, cut = self._urgent, [], self.snapshots.cut
         ready, partitions = self._ready, self._engine.partitions
         live_form: int | None = _NOT_ASKED
         while ready and bytes_max > 0:
@@ -391,9 +391,9 @@ class Producer:
                 self.end(stream, EndReason.STATE_CHANGED)
                 continue
             has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
-            cut = self.snapshots.cut
-            is_cut = cut is not None and part.committed_seqno > cut.seqnos[part.vb_id]
-            if has_more and live_form is not None and not is_cut:
+            if has_more and cut is not None:
+                has_more = part.committed_seqno <= cut.seqnos[part.vb_id]
+            if has_more and live_form is not None:
                 if live_form == _NOT_ASKED:
                     live_form = None if _live_run is None else self.snapshots.live_form
                 room = min(TURN_BYTES, window, bytes_max)

@@ -45,6 +45,10 @@ OBSERVE_CURRENT: Final = Struct(">BHQQQ")
 """0, vbucket id, current vb_uuid, persisted seqno, current seqno."""
 OBSERVE_OLD: Final = Struct(">BHQQQQQ")
 """1, vbucket id, current vb_uuid, persisted, current, old vb_uuid, seqno where it ended."""
+BATCH_CHANGE: Final = Struct(">BBHIIQI")
+"""Before each change of X_BATCH: mode, 0, key length, flags, expiry, CAS, value length."""
+BATCH_CHANGES_MAX: Final = 1024
+"""Most changes of one X_BATCH. Applying so many takes some ms, in which nobody is served."""
 MUTATION_TOKEN: Final = Struct(">QQ")
 """vb_uuid, by_seqno: extras of the response to a mutation if HELLO granted MUTATION_SEQNO."""
 STREAM_ID_FRAME: Final = 2

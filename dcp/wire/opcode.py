@@ -7,7 +7,7 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
 are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
 
-0xe7 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
+0xe5 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
 messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
@@ -126,6 +126,7 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_BATCH = 0xE5
     X_READ_HASHES = 0xE6
     DCP_CLOSED_TIME = 0xE7
     X_READ_VERSIONS = 0xE8
@@ -274,6 +275,14 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         "an extension negotiated by HELLO 0xdc01: SET_WITH_META for many changes of a partition, as"
         " frames that streams send. Answers u32 applied, u32 lost, with option 0x01000000 u32"
         " number of replaced CAS, then u32 index and u16 status of each refused frame",
+    ),
+    Opcode.X_BATCH: OpSpec(
+        _D, "u32 changes",
+        "key, value: of each change u8 mode, u8 0, u16 key length, u32 flags, u32 expiry, u64 CAS,"
+        " u32 value length, key, value",
+        "an extension, on a node alone: make all changes, or none, with one CAS. The request's key"
+        " is one of theirs, and names their collection; theirs have no collection id. Mode 0 SET,"
+        " 1 ADD, 2 REPLACE, 3 DELETE. Answers u64 vb_uuid, u64 seqno of each",
     ),
     Opcode.FLUSH: OpSpec(
         _D, "- or u32 0", "-", "delete every document; each deletion has its own seqno"

@@ -233,6 +233,29 @@ def test_a_connection_lost_inside_a_de_duplicated_snapshot():
     assert struct.unpack(">IIQQQQQ", again.requests[-1].extras)[2:] == (5, 9, UUID, 0, 9)
 
 
+def test_a_feed_that_is_asked_for_again_keeps_its_end():
+    """So the run ends at the moment of its first question; after a rollback that one is over."""
+    server = Server({3: 4})
+    server.reply(3)
+    server.send(server.marker(3, 0, 4) + server.mutations(3, 1, 2))
+    (feed,) = server.intake.abandon()
+
+    def asked_to(high):
+        again = Server({3: high}, also=(5,))
+        again.feeds[3] = feed
+        again.intake.add(feed)
+        again.intake.ask()
+        again.answer(again.intake.take_output())
+        return again, parse_stream_request(again.requests[-1].extras).end_seqno
+
+    again, end = asked_to(9)
+    assert end == 4
+    again.reply(3, Status.ROLLBACK, U64.pack(1))
+    assert parse_stream_request(again.requests[-1].extras).end_seqno == 9
+    again.intake.abandon()
+    assert asked_to(7)[1] == 7, "the end of before is gone"
+
+
 def test_a_rollback_without_version_lists_tries_older_versions():
     log = FAILOVER_ENTRY.pack(8, 5) + FAILOVER_ENTRY.pack(UUID, 0)
     first = Server({3: 9}, history=True)

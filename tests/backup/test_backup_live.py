@@ -9,8 +9,10 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from itertools import cycle, permutations
 
 from cramjam import snappy
 
@@ -18,8 +20,10 @@ from clients.address import parse_address
 from clients.backup.archives.archive import create_archive
 from clients.backup.run import Backup
 from clients.cli.restore_commands import bar
+from clients.kv.sync_client import SyncKv
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode, Topology
+from clients.sync import SyncConsumer
 from dcp.wire.opcode import Opcode
 from support.backup_pair import (
     Keys,
@@ -354,3 +358,48 @@ def test_the_server_is_told_of_runs_and_checks(ctl, server, other, archive, tmp_
         "archive",
     ]
     assert all(len(line) <= 80 or str(archive) in line for line in table)
+
+
+def test_a_run_ends_at_one_moment_of_the_server(ctl, server, archive):
+    """Money is moved in batches, and pairs are written in order, while runs are made: each has a
+    state of the whole store. So has what a consumer gets up to now.
+    """
+    accounts = [f"cut:{n}" for n in range(12)]
+    stop = threading.Event()
+
+    def move():
+        with SyncKv(server.address) as kv:
+            held = dict.fromkeys(accounts, 100)
+            for count, (first, second) in enumerate(cycle(permutations(accounts, 2))):
+                held[first], held[second] = held[first] - 1, held[second] + 1
+                with kv.batch() as batch:
+                    for key in (first, second):
+                        batch.set(key, b"%d" % held[key])
+                kv.set("cut:first", b"%d" % count)
+                kv.set("cut:second", b"%d" % count)
+                if stop.is_set():
+                    return
+
+    def check(documents):
+        assert sum(map(int, (documents[key] for key in accounts))) == 100 * len(accounts)
+        assert int(documents["cut:first"]) >= int(documents["cut:second"]) > 0
+        return documents["cut:first"]
+
+    with SyncKv(server.address) as kv:
+        for key in accounts:
+            kv.set(key, b"100")
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        seen = set()
+        for run in (1, 2, 3):
+            backup(ctl, server, archive)
+            rows = export(ctl, server, archive, "--run", run)
+            seen.add(check({key: str(row["value"]) for key, row in rows.items()}))
+        assert len(seen) == 3
+        for _ in range(5):
+            with SyncConsumer(server.address, until_now=True, key_prefixes="cut:") as consumer:
+                check({change.key.decode(): change.value for change in consumer.changes()})
+    finally:
+        stop.set()
+        mover.join()

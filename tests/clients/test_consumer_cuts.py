@@ -13,10 +13,14 @@ from test_consumer_reader import Streams, batch_of, mutation, reader_of
 
 from clients.consumer.consumer import Consumer
 from clients.consumer.streams import Closed, StallWatch
-from clients.errors import DcpdError, StatusError
+from clients.errors import DcpdError, ExistsError, StatusError
 from clients.event import Rollback, StreamFailed
+from clients.kv.batch import AtomicBatch
 from clients.kv.client import KvClient
-from clients.sync import SyncConsumer
+from clients.kv.sync_client import SyncKv
+from clients.mirror.mirror import Mirror
+from clients.operation import Document
+from clients.sync import SyncConsumer, SyncMirror
 from dcp.wire.message import pack_closed_time
 from support.cluster_here import node_here
 from support.server import DcpdProcess, ctl
@@ -189,12 +193,69 @@ async def write_pairs(kv, numbers, stop):
 
 
 COUNT = itertools.count(1)
+ACCOUNTS = [f"account{n}" for n in range(20)]
+BALANCE = 100
+
+
+async def move_money(kv, accounts, stop):
+    """Move money between accounts, in batches. One task writes an account."""
+    for first, second in itertools.cycle(itertools.permutations(accounts, 2)):
+        if stop.is_set():
+            return
+        try:
+            held = await kv.get_many([first, second])
+            async with kv.batch() as batch:
+                for key, change in ((first, -1), (second, 1)):
+                    batch.set(key, b"%d" % (int(held[key.encode()].value) + change))
+        except DcpdError:
+            await asyncio.sleep(0.02)  # the server is down, or the batch may have been made
+
+
+def check_sum(documents):
+    held = [int(documents[key.encode()]) for key in ACCOUNTS]
+    assert sum(held) == BALANCE * len(ACCOUNTS), "a cut has a part of a batch"
+    return held
 
 
 def check_pairs(documents):
     for first, second in PAIRS:
         held = int(documents.get(first.encode(), 0)), int(documents.get(second.encode(), 0))
         assert held[0] >= held[1], f"a cut has {second} without {first}"
+
+
+async def check_mirror(mirror):
+    """What is read in a block is of one moment, however long that takes."""
+    async with mirror.at_frontier() as time:
+        held = {key.encode(): mirror[key] for key in ACCOUNTS}
+        check_sum(held)
+        await asyncio.sleep(0.01)
+        assert {key.encode(): mirror[key] for key in ACCOUNTS} == held
+        check_pairs(dict(mirror.items()))
+        assert time
+    held = dict(mirror.items())  # and between two cuts it is nowhere
+    check_pairs(held)
+    check_sum(held)
+
+
+async def test_a_mirror_without_cuts_has_no_frontier():
+    mirror = Mirror("127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="cuts=True"):
+        async with mirror.at_frontier():
+            pass
+
+
+async def test_a_rollback_is_decided_after_what_is_before_it():
+    """The events of before are returned first, as a part: they must be processed by then."""
+    streams = Follow(asks=True)
+    back = Rollback(1, 0, 0, 2, "branch")
+    batch = batch_of(mutation(1), mutation(2), back)
+    reader = reader_of(streams, batch, closed(time=70))
+    cuts = reader.cuts(streams, None)
+    assert [event.seqno for event in (await anext(cuts)).events] == [1, 2]
+    assert streams.settled == []
+    cut = await anext(cuts)
+    assert streams.settled == [0]
+    assert (cut.time, cut.events[0].reason) == (70, "decided")
 
 
 def apply(documents, journal, cut):
@@ -211,12 +272,14 @@ def apply(documents, journal, cut):
 
 
 async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
-    """Pairs are written in order while the server is killed and another partition branches. The
-    cuts never have the second write of a pair without the first.
+    """Pairs are written in order, and money is moved in batches, while the server is killed and
+    another partition branches. The cuts never have the second write of a pair without the first,
+    and the sum of all accounts holds.
     """
     with DcpdProcess(tmp_path / "data") as server:
         stop = asyncio.Event()
-        taken = {vbucket_of(key.encode()) for pair in PAIRS for key in pair}
+        written = [key for pair in PAIRS for key in pair] + ACCOUNTS
+        taken = {vbucket_of(key.encode()) for key in written}
         aside = next(key for key in map(str, range(9999)) if vbucket_of(key.encode()) not in taken)
         async with KvClient.connect(server.address) as kv:
             await kv.set(aside, b"1")
@@ -225,16 +288,23 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
                 (key, b"%d" % next(COUNT)) for pair in PAIRS for key in reversed(pair)
             )
             writers = [asyncio.create_task(write_pairs(kv, PAIRS[n::4], stop)) for n in range(4)]
+            await kv.set_many((key, b"%d" % BALANCE) for key in ACCOUNTS)
+            writers += [asyncio.create_task(move_money(kv, ACCOUNTS[n::4], stop)) for n in range(4)]
             consumer = Consumer(server.address, cuts=True, validate=True)
+            mirror = Mirror(server.address, tmp_path / "mirror.lmdb", cuts=True)
+            await mirror.open()
             documents, journal, times, seen_at, steps = {}, [], [0], [], 0
+            balances = set()
             async for cut in consumer.cuts():
                 apply(documents, journal, cut)
                 check_pairs(documents)
+                balances.add(tuple(check_sum(documents)))
                 assert cut.time > times[-1]
                 assert consumer.frontier == cut.time
                 times.append(cut.time)
                 if cut.changes:
                     seen_at.append(len(times))
+                await check_mirror(mirror)
                 has_rolled_back = any(isinstance(each, Rollback) for each in cut.changes)
                 if len(times) == 8:
                     await asyncio.to_thread(server.restart_after_kill)
@@ -249,7 +319,14 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
             await asyncio.gather(*writers)
             assert min(seen_at) < 8, "there was something to see"
             assert max(seen_at) > 14, "to the end"
+            assert len(balances) > 5, "money was moved"
             assert consumer.checkpoint() == cut.positions
+            await kv.set(PAIRS[0][0], b"999999999")
+            await mirror.caught_up(20)
+            async with mirror.at_frontier():
+                assert mirror[PAIRS[0][0]] == b"999999999"
+                assert mirror[aside] == b"1"
+            await mirror.close()
             await consumer.close()
 
 
@@ -276,8 +353,42 @@ async def test_a_consumer_that_resumes_from_a_cut_has_the_next_one(tmp_path):
         ran = await ctl(node.ports.kv, "watch", "--cuts", "--count", "1")
         assert (ran.code, "--cuts cannot be used with" in ran.err) == (2, True)
 
+        def batches():
+            with SyncKv(address) as kv:
+                with kv.batch() as batch:
+                    batch.set("k0", b"9", flags=3)
+                    batch.delete("k1")
+                with kv.batch():
+                    pass  # nothing to send
+                refused, twice = AtomicBatch(), AtomicBatch()
+                for other in (refused, twice):
+                    other.set("k0", b"10")
+                refused.add("k2", b"9")
+                twice.delete("k0")
+                with pytest.raises(ExistsError, match="change 1 "):
+                    kv.apply_batch(refused.changes)
+                with pytest.raises(ValueError, match="once"):
+                    kv.apply_batch(twice.changes)
+                return batch.results, kv.get("k0")
+
+        results, document = await asyncio.to_thread(batches)
+        assert document == Document(b"9", results[0].cas, 3)
+        assert {result.cas for result in results} == {document.cas}
+        assert [result.vb_id for result in results] == [vbucket_of(b"k0"), vbucket_of(b"k1")]
+
+        def of_mirror():
+            with SyncMirror(address, cuts=True) as mirror, mirror.at_frontier() as time:
+                return time, mirror["k0"], len(mirror)
+
+        time, value, count = await asyncio.to_thread(of_mirror)
+        assert time > again.time
+        assert (value, count) == (b"9", 499)
+
         def first_cut():
             with SyncConsumer(address, cuts=True) as consumer:
                 return next(consumer.cuts())
 
-        assert len((await asyncio.to_thread(first_cut)).changes) == 500
+        last = await asyncio.to_thread(first_cut)
+        assert {change.cas for change in last.changes if change.key in {b"k0", b"k1"}} == {
+            document.cas
+        }

@@ -72,6 +72,7 @@ PARTS: Final[dict[int, tuple[bytes, bytes, bytes]]] = {
     Opcode.RANGE_SCAN_CONTINUE: (bytes(28), b"", b""),
     Opcode.RANGE_SCAN_CANCEL: (bytes(16), b"", b""),
     Opcode.X_PUT_FRAMES: (bytes(8), b"", b""),
+    Opcode.X_BATCH: (bytes(3) + b"\1", KEY, bytes(3) + b"\1" + bytes(19) + b"\1a1"),
 }
 """Opcode -> extras, key and value of a request that is sound but for its partition."""
 TEXT: Final = (

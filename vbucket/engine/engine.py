@@ -133,7 +133,7 @@ class Engine:
         self.streamed_seqnos = 0
         """Seqnos that streams went past. Versions that a snapshot leaves out count, too."""
         self._refusals: dict[Hold, str] = {}
-        self._kept_xattrs = KeptXattrs(self.versions)
+        self.kept_xattrs = KeptXattrs(self.versions)
         self.now_ns = 0
         """The time of the operations of this batch, as a CAS has it: without the lowest 16 bits."""
         self.now_s = 0  # Unix time of this batch of operations
@@ -199,7 +199,7 @@ class Engine:
             cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
             if cas < 0 and mode != ADD:
                 return _LOCKED
-            refusal = _refusal(mode, cas, known.cas, is_live=known.opcode == MUTATION)
+            refusal = refusal_of(mode, cas, known.cas, is_live=known.opcode == MUTATION)
             if refusal is not None:
                 return refusal
             self.locks.unlock(part, key)
@@ -237,7 +237,7 @@ class Engine:
             opcode, _, old_datatype, _, _, prev_seqno, rev_seqno = below
         # Up to 3: JSON and Snappy, no XATTRs. A literal, because every SET comes here.
         if old_datatype > 3 and opcode == MUTATION and keeps_xattrs:
-            xattrs = self._kept_xattrs.of_document(part, key, self.now_s)
+            xattrs = self.kept_xattrs.of_document(part, key, self.now_s)
             if xattrs:
                 datatype, value = plain(datatype, body[len(key) :])
                 body = key + with_xattrs(xattrs, value)
@@ -500,7 +500,7 @@ class Engine:
         """
         new_cas, seqno = max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
         if xattrs is None:
-            xattrs = self._kept_xattrs.of_removal(part, key, known)
+            xattrs = self.kept_xattrs.of_removal(part, key, known)
         entry = (
             _PACK_DELETION(
                 known.seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES,
@@ -516,7 +516,7 @@ class Engine:
 
     def _expire(self, part: Partition, key: bytes, known: StoredMeta) -> None:
         new_cas, seqno = max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
-        xattrs = self._kept_xattrs.of_removal(part, key, known)
+        xattrs = self.kept_xattrs.of_removal(part, key, known)
         entry = (
             _PACK_EXPIRATION(
                 known.seqno, part.leader_epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES,
@@ -591,7 +591,7 @@ def unwritable(part: Partition) -> Outcome:
     return _COME_BACK if part.durable_state == VbState.ACTIVE else _NOT_MY_VBUCKET
 
 
-def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:
+def refusal_of(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:
     """Return why a conditional store is refused, or None. kv_engine's order of conditions."""
     if not is_live:
         return _MISSING if mode == REPLACE or cas else None

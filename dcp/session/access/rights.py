@@ -244,7 +244,7 @@ NEEDS: Final[dict[int, Need]] = {
         (
             Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ,
             Opcode.DELETE, Opcode.DELETEQ, Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND,
-            Opcode.PREPENDQ, Opcode.TOUCH, Opcode.UNLOCK,
+            Opcode.PREPENDQ, Opcode.TOUCH, Opcode.UNLOCK, Opcode.X_BATCH,
         ),
         _WRITE_NEED,
     ),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
+from dcp.session.kv.batches import BatchCommand
 from dcp.session.kv.documents import DocumentCommands
 from dcp.session.kv.values import plain_addition
 from dcp.session.state import CHANGES_BYTES_MAX, SessionState
@@ -69,6 +70,7 @@ class UpdateCommands:
             Opcode.GET_META: self.get_meta,
             Opcode.FLUSH: self.flush,
             Opcode.FLUSHQ: self.flush,
+            Opcode.X_BATCH: BatchCommand(self._state, self._documents).apply,
             Opcode.VERBOSITY: self.verbosity,
         }
 
