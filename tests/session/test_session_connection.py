@@ -392,6 +392,7 @@ def test_seqno_statistics_of_a_bad_partition_are_not_my_vbucket(peer: Peer) -> N
 
 
 SENT_BY_THE_SERVER_ONLY = {
+    Opcode.DCP_CLOSED_TIME,
     Opcode.DCP_PREVIOUS_VALUE,
     Opcode.DCP_SNAPSHOT_END,
     Opcode.X_REPLICA_ENTRIES,
