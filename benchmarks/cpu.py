@@ -42,7 +42,7 @@ from dcp.server.main import GC_THRESHOLDS
 from dcp.session.access.auth import AuthStep
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.session.text import TextSession
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
@@ -127,10 +127,10 @@ class CoreNode:
         """Begin a session; `features` None: as memcached's clients do, without a word."""
         session = Session(
             SessionState(
-                engine=self.engine, hub=self.hub, facts=self,
-                login=ClientLogin(OpenDoor(), peer_is_loopback=True), limits=Limits(),
+                SessionParts.of(self.engine, self.hub, self, Limits()),
+                ClientLogin(OpenDoor(), peer_is_loopback=True),
             )
-        )  # fmt: skip
+        )
         for frame in () if features is None else workload.session_frames(features):
             session.receive(frame, NOW_NS)
             session.ask_logins(NOW_NS)

@@ -38,7 +38,7 @@ from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.records import (
@@ -72,11 +72,11 @@ class Client:
     def __init__(self, node: ReplicaNode) -> None:
         self._node = node
         self.state = SessionState(
-            engine=node.engine, hub=node.hub, facts=node,
-            login=ClientLogin(OpenDoor(), peer_is_loopback=True), limits=Limits(),
+            SessionParts.of(node.engine, node.hub, node, Limits()),
+            ClientLogin(OpenDoor(), peer_is_loopback=True),
             replication=None if node.core is None else node.core.master,
             has_replicas=node.core is not None,
-        )  # fmt: skip
+        )
         self.session = Session(self.state)
         self._held = HeldAnswers(node.engine)
         self.answered_bytes = 0

@@ -80,6 +80,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "incr": ("documents.document_commands:incr", "Add to a counter."),
     "touch": ("documents.document_commands:touch", "Change when documents expire."),
     "keys": ("documents.keys_command:keys", "List keys, by prefix."),
+    "diff": ("documents.diff_command:diff", "Compare servers, mirrors and backups by hashes."),
     "watch": ("changes.watch_command:watch", "Stream changes; can be resumed."),
     "import": ("documents.import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
     "logs": ("node.log_command:logs", "Show the servers' last log lines, and follow them."),

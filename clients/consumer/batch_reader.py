@@ -285,7 +285,12 @@ class BatchReader:
             if count is None or count >= len(batch.items):
                 positions.update(batch.positions)
             elif count > 0:
+                # Only of partitions that have items on both sides is the position not known yet.
                 items = batch.items[:count]
+                later = {item.vb_id for item in batch.items[count:]}
+                done = {item.vb_id for item in items} - later
+                positions.update({vb_id: batch.positions[vb_id] for vb_id in done})
+                items = [item for item in items if item.vb_id in later]
                 advance(positions, items, batch.markers, batch.collections, batch.filter)
         return positions
 

@@ -382,6 +382,11 @@ class StreamRequests:
         """Return the partitions that are not over, those that were rolled back and wait too."""
         return [vb_id for vb_id, stream in self.by_vb.items() if not stream.is_over]
 
+    def is_held(self, vb_id: int) -> bool:
+        """Whether a partition was rolled back and waits for `go_on`."""
+        stream = self.by_vb.get(vb_id)
+        return stream is not None and stream.state is PartitionStreamState.HELD
+
     def held(self) -> dict[int, Wanted]:
         """Return the partitions that were rolled back and wait for `go_on`."""
         return {

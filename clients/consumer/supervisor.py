@@ -201,7 +201,7 @@ class Supervisor:
             self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
             return
         for session in self._placement.sessions.values():
-            if vb_id in session.core.streams.held():
+            if session.core.streams.is_held(vb_id):
                 session.core.streams.go_on(vb_id, position)
                 session.flush()
                 return

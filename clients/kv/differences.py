@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from clients.errors import DcpdError
 from dcp.wire.hash_reads import KeyVersion
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 from vbucket.native.key_hashes import (
     KeyHashes,
     Row,
@@ -63,11 +64,17 @@ class Copy(ABC):
     name: str
     """As people call it."""
     num_vbuckets: int
-    """How many partitions it has; 0: as many as the other side."""
+    """How many partitions it has; 0: as many as the other side, or NUM_VBUCKETS."""
+    partitions_seen = 0
+    """It has at least so many."""
 
     @abstractmethod
     async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:
         """Return the hashes of partitions, in a table of `bits` at most."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close what is open."""
 
     @abstractmethod
     async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
@@ -88,7 +95,15 @@ class RowsCopy(Copy):
 
     async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:  # noqa: ARG002
         """See Copy. It is all computed, so fewer bits would save nothing."""
-        return {vb_id: hashes_of(self.rows(vb_id), self.form) for vb_id in vb_ids}
+        found = {}
+        for vb_id in vb_ids:
+            rows = self.rows(vb_id)
+            if rows and vbucket_of(version_of(rows[0], self.form).key, self.num_vbuckets) != vb_id:
+                raise _other_number(
+                    f"the keys of {self.name} are not those of {self.num_vbuckets} partitions"
+                )
+            found[vb_id] = hashes_of(rows, self.form)
+        return found
 
     async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
         """See Copy."""
@@ -139,18 +154,27 @@ def _mark(version: KeyVersion | None) -> tuple[int, int] | None:
     return None if version is None else (version.cas, version.rev_seqno)
 
 
+def _other_number(what: str) -> NotComparableError:
+    return NotComparableError(
+        what, hint="Keys are in other partitions there. Compare copies with the same number."
+    )
+
+
 async def differences(first: Copy, second: Copy) -> AsyncIterator[list[Difference]]:
     """Yield the keys that differ, in the order of partitions and keys. Raises NotComparableError,
     and what reading raises.
     """
-    counts = {first.num_vbuckets, second.num_vbuckets} - {0}
+    counts = {first.num_vbuckets, second.num_vbuckets} - {0} or {NUM_VBUCKETS}
     if len(counts) != 1:
-        raise NotComparableError(
+        raise _other_number(
             f"{first.name} has {first.num_vbuckets} partitions and {second.name} has"
-            f" {second.num_vbuckets}",
-            hint="Keys are in other partitions there. Compare copies with the same number.",
+            f" {second.num_vbuckets}"
         )
     (count,) = counts
+    for each in (first, second):
+        if each.partitions_seen > count:
+            raise _other_number(f"{each.name} has more than {count} partitions")
+    first.num_vbuckets = second.num_vbuckets = count
     for start in range(0, count, PARTITIONS_AT_ONCE):
         vb_ids: Sequence[int] = range(start, min(start + PARTITIONS_AT_ONCE, count))
         for bits in (0, 12):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from clients.address import ServerAddress
@@ -97,6 +97,10 @@ class HashReader(Copy):
         """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
         return cls(await Link.connect(address, timeout_s=timeout_s, features=FEATURES), timeout_s)
 
+    def select(self, collection_id: int) -> None:
+        """Read this collection."""
+        self.collection_id = collection_id
+
     async def close(self) -> None:
         """Close all connections."""
         for link in self._links.values():
@@ -164,29 +168,38 @@ class HashReader(Copy):
                     firsts[vb_id] = part.versions[-1].key + b"\0"
         return found
 
-    async def documents(self, vb_id: int, seqnos: Sequence[int]) -> list[SentDocument]:
-        """Return the documents with these seqnos that are still there."""
-        left, found = list(seqnos), []
+    async def documents(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, list[SentDocument]]:
+        """Return the documents of partitions with these seqnos that are still there."""
+        left = {vb_id: list(seqnos) for vb_id, seqnos in wanted.items() if seqnos}
+        found: dict[int, list[SentDocument]] = {vb_id: [] for vb_id in left}
         while left:
-            some = left[:SEQNOS_MAX]
-            value = b"".join(map(SEQNO.pack, some))
-            answers = await self._asked([_Request(vb_id, What.DOCUMENTS, value=value)])
-            facts, value, node = answers[vb_id]
-            try:
-                documents = documents_in(value)
-            except ValueError as error:
-                raise ConnectError(f"documents: {error}", vb_id=vb_id, node=node) from error
-            found += documents
-            left = left[len(some) :]
-            if facts.has_more and documents:
-                last = some.index(documents[-1].version.seqno)
-                left = [*some[last + 1 :], *left]
+            requests = [
+                _Request(
+                    vb_id, What.DOCUMENTS, value=b"".join(map(SEQNO.pack, seqnos[:SEQNOS_MAX]))
+                )
+                for vb_id, seqnos in left.items()
+            ]
+            for vb_id, (facts, value, node) in (await self._asked(requests)).items():
+                try:
+                    documents = documents_in(value)
+                except ValueError as error:
+                    raise ConnectError(f"documents: {error}", vb_id=vb_id, node=node) from error
+                found[vb_id] += documents
+                some, rest = left[vb_id][:SEQNOS_MAX], left[vb_id][SEQNOS_MAX:]
+                if facts.has_more and documents:
+                    last = documents[-1].version.seqno
+                    rest = some[some.index(last) + 1 if last in some else len(some) :] + rest
+                left[vb_id] = rest
+            left = {vb_id: rest for vb_id, rest in left.items() if rest}
         return found
 
-    async def link_of(self, vb_id: int) -> Link:
-        """Return a connection to the node that serves a partition."""
+    async def links_of(self, vb_ids: Iterable[int]) -> list[tuple[Link, list[int]]]:
+        """Return a connection to each node of partitions. Raises TopologyError, ConnectError."""
         assert self._cluster.topology is not None, "it came with the first connection"
-        return await self._link_to(self._cluster.topology.node_of(vb_id).place)
+        groups, without = self._cluster.topology.by_place(vb_ids)
+        for error in without.values():
+            raise error
+        return [(await self._link_to(place), members) for place, members in groups.items()]
 
     # -- asking --------------------------------------------------------------------------------
 

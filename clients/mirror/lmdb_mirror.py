@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -101,6 +102,16 @@ class LmdbStore:
             transaction.put(_SUBJECT, subject)
         return not rows
 
+    def subject(self) -> tuple[int, bytes] | None:
+        """Return the id of the mirrored collection, and its key prefixes as they are stored; None:
+        nothing was mirrored yet.
+        """
+        with self._file.reading() as transaction:
+            subject: bytes | None = transaction.get(_SUBJECT)
+        if subject is None:
+            return None
+        return _U32.unpack_from(subject)[0], subject[_U32.size :]
+
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""
         with self._file.reading() as transaction:
@@ -115,8 +126,11 @@ class LmdbStore:
 
     def rows(self, vb_id: int) -> list[Row]:
         """See MirrorStore."""
-        with self._file.reading() as transaction:
-            return [(key[3:], value) for key, value in rows_from(transaction, _row(b"d", vb_id))]
+        with self._file.reading() as transaction, transaction.cursor() as cursor:
+            count = _state(transaction, vb_id)[2]
+            if not cursor.set_range(_row(b"d", vb_id)):
+                return []
+            return [(key[3:], value) for key, value in islice(cursor, count)]
 
     def count(self) -> int:
         """See MirrorStore."""

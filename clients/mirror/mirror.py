@@ -23,8 +23,8 @@ from clients.consumer.consumer import Consumer
 from clients.consumer.node_session import LOG
 from clients.consumer.options import ConsumerOptions, FollowArguments, prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
-from clients.event import Event, Rollback, StreamFailed
-from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
+from clients.event import Event, Rollback, StreamFailed, StreamOpened
+from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, Taken, take
 from clients.mirror.resync import Resync
 from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
@@ -82,8 +82,12 @@ class Mirror:
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
         self._resync: Resync | None = None
-        self._resynced: set[int] = set()
-        """Partitions whose next rollback was answered by a resync."""
+        self._held: dict[int, Position] = {}
+        """Positions that are not stored yet."""
+        self._taken: dict[int, Taken] = {}
+        """What resyncs have found and the store does not have yet."""
+        self._opened: set[int] = set()
+        """Partitions that the server has streamed: before, it may say ROLLBACK."""
         self.resyncs = 0
         """How many partitions were brought to the server's state by their differences."""
         self.consumer: Consumer
@@ -173,7 +177,7 @@ class Mirror:
                 targets = {
                     vb_id: seqno
                     for vb_id, seqno in targets.items()
-                    if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
+                    if seqno and not self._has(vb_id, done, seqno)
                 }
             # A refused stream is no longer followed. Its event will raise an error in `_follow`.
             is_refused = self.consumer.metrics.streams_failed > 0
@@ -183,6 +187,11 @@ class Mirror:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S):
                         await self._moved.wait()
+
+    def _has(self, vb_id: int, done: Mapping[int, Position], seqno: int) -> bool:
+        """Whether the mirror has a partition up to a seqno of the history that is streamed."""
+        is_there = vb_id in done and done[vb_id].seqno >= seqno
+        return is_there and vb_id in self._opened and vb_id not in self._taken
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -217,6 +226,11 @@ class Mirror:
     def __iter__(self) -> Iterator[bytes]:
         """Yield keys."""
         return (key for key, _ in self.items())
+
+    @property
+    def resync_bytes(self) -> int:
+        """How many bytes the server has sent for the comparisons of `resyncs`."""
+        return 0 if self._resync is None else self._resync.received_bytes
 
     def positions(self) -> dict[int, Position]:
         """Return the mirror's position by partition."""
@@ -264,7 +278,8 @@ class Mirror:
             if cut.events:
                 await self._leave_cut()
                 changed = {event.vb_id for event in cut.events}
-                self._take(cut.events, {vb_id: cut.positions[vb_id] for vb_id in changed})
+                positions = {vb_id: cut.positions[vb_id] for vb_id in changed}
+                self._take(cut.events, positions, may_wait=False)
             if cut.time:
                 self._reach_cut(cut.time)
 
@@ -280,13 +295,36 @@ class Mirror:
             self._between_cuts.release()
         self._frontier = time
 
-    def _take(self, events: list[Event], positions: Mapping[int, Position]) -> None:
-        """Apply events, and store the positions after them."""
+    def _take(
+        self, events: list[Event], positions: Mapping[int, Position], *, may_wait: bool = True
+    ) -> None:
+        """Apply events, and store the positions after them. Each rollback comes alone: those that a
+        resync answered may wait for what follows, and are stored together.
+        """
+        for event in events:
+            if isinstance(event, StreamOpened):
+                self._opened.add(event.vb_id)
+            if self._resync is not None:
+                self._resync.forget(event.vb_id)
+        self._held |= positions
+        if self._taken:
+            events = [event for event in events if not self._is_answered(event)]
+            if not events and may_wait:
+                return
         take(
-            self._store, self._to_take(events), positions,
+            self._store, events, self._held,
             collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
+            resynced=self._taken,
         )  # fmt: skip
+        self._held, self._taken = {}, {}
         self._moved.set()
+
+    def _is_answered(self, event: Event) -> bool:
+        """Whether it is a rollback that a resync has answered."""
+        if not isinstance(event, Rollback):
+            return False
+        taken = self._taken.get(event.vb_id)
+        return taken is not None and event.to_seqno == taken.position.seqno
 
     async def _choose(self, event: Rollback) -> Literal["undo", "restart"] | Position:
         """Undo as far as the journal reaches. Otherwise take over what differs from the server, or
@@ -305,27 +343,15 @@ class Mirror:
                 options.connect_timeout_s,
             )  # fmt: skip
         try:
-            position = await self._resync.partition(self._store, vb_id)
+            taken = await self._resync.partition(self._store, vb_id)
         except DcpdError as error:
             LOG.warning("partition %d is loaded again: %s", vb_id, error)
             return "restart"
-        if position is None:
+        if taken is None:
             return "restart"
-        self._resynced.add(vb_id)
+        self._taken[vb_id] = taken
         self.resyncs += 1
-        return position
-
-    def _to_take(self, events: list[Event]) -> list[Event]:
-        """Return events without the rollbacks that were answered by a resync."""
-        if not self._resynced:
-            return events
-        left = []
-        for event in events:
-            if isinstance(event, Rollback) and event.vb_id in self._resynced:
-                self._resynced.discard(event.vb_id)
-            else:
-                left.append(event)
-        return left
+        return taken.position
 
     def _check(self) -> None:
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from struct import Struct
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from clients.event import Deletion, Event, Mutation, Rollback, SystemEvent
 from clients.position import Position
@@ -36,6 +36,17 @@ ROW: Final = Struct(">QQ")
 """CAS and revision of a document. In a store they come before its value, so that hashes can be
 compared with a server's."""
 ROW_FORM: Final = RowForm(0, b"", 0, 8)
+
+
+class Taken(NamedTuple):
+    """What a mirror takes over of a partition instead of a stream from 0 (`clients.mirror.resync`):
+    rows by key (None: the document is gone), and the position to follow it from.
+    """
+
+    rows: dict[bytes, bytes | None]
+    read_seqno: int
+    """The highest seqno that was read: nothing below it can be undone."""
+    position: Position
 
 
 class Changing(Protocol):
@@ -101,10 +112,17 @@ def take(
     *,
     collection_id: int = 0,
     journal_max: int = JOURNAL_MAX,
+    resynced: Mapping[int, Taken] | None = None,
 ) -> None:
-    """Apply a batch of events to a store, and store the positions after them."""
+    """Apply what resyncs found and then a batch of events to a store, and store the positions
+    after them.
+    """
     touched = set()
     with store.changing() as change:
+        for vb_id, taken in (resynced or {}).items():
+            for key, row in taken.rows.items():
+                change.put(vb_id, key, row, taken.position.seqno)
+            change.begin_at(vb_id, taken.read_seqno)
         for event in events:
             match event:
                 case Mutation():

@@ -10,13 +10,15 @@ Invariants
   out: their new versions are above T;
 - the position says that the mirror is inside a snapshot which ends at the highest seqno that was
   read. So if history branches between them, the server rolls it back, and it begins again;
-- documents, deletions, journal and position change in one transaction;
+- nothing is changed here: the mirror takes over documents, deletions and position in one
+  transaction, and clears the journal;
 - the failover log is read last. If it has another version then, what was read is thrown away.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 from clients.address import ServerAddress
@@ -24,16 +26,15 @@ from clients.consumer.starting_point import positions_at
 from clients.errors import ConnectError
 from clients.kv.differences import (
     PARTITIONS_AT_ONCE,
-    Difference,
     buckets_to_read,
     compared,
     hashes_of,
     version_of,
 )
-from clients.kv.hash_reads import HashReader, Level
-from clients.mirror.mirror_state import ROW, ROW_FORM, MirrorStore
+from clients.kv.hash_reads import HashReader
+from clients.mirror.mirror_state import ROW, ROW_FORM, MirrorStore, Taken
 from clients.position import Filter, Position
-from dcp.wire.hash_reads import KeyVersion, SentDocument
+from dcp.wire.hash_reads import KeyVersion
 from vbucket.native.key_hashes import BITS_MAX, rows_of_buckets
 
 AHEAD_S: Final = 10.0
@@ -43,7 +44,11 @@ ATTEMPTS: Final = 3
 
 
 class Resync:
-    """Resyncs partitions of one mirror. Close it when done."""
+    """Compares partitions of one mirror. Close it when done.
+
+    A partition that has to begin at 0 rarely comes alone, so those after it are compared, too.
+    What was found for one is thrown away when the mirror changes it (`forget`), or is old.
+    """
 
     def __init__(
         self, address: ServerAddress, collection_id: int, chosen: Filter, timeout_s: float
@@ -53,92 +58,99 @@ class Resync:
         self._filter = chosen
         self._timeout_s = timeout_s
         self._reader: HashReader | None = None
-        self._levels: dict[int, Level] = {}
-        """Read ahead: one partition rarely comes alone."""
-        self._ahead = 1
+        self._ahead: dict[int, Taken] = {}
+        self._window = 1
         self._good_until_s = 0.0
-        self.received_bytes = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the answers."""
+        return 0 if self._reader is None else self._reader.received_bytes
 
     async def close(self) -> None:
-        """Close its connections, and forget what was read ahead."""
-        reader, self._reader = self._reader, None
-        self._levels.clear()
-        self._ahead = 1
-        if reader is not None:
-            self.received_bytes += reader.received_bytes
-            await reader.close()
+        """Close its connections."""
+        if self._reader is not None:
+            await self._reader.close()
 
-    async def partition(self, store: MirrorStore, vb_id: int) -> Position | None:
-        """Resync a partition; return the position to follow it from. None: there is nothing to
-        compare with, or its history branches again and again: begin at 0.
+    def forget(self, vb_id: int) -> None:
+        """Take note that the mirror changes a partition."""
+        self._ahead.pop(vb_id, None)
 
-        Raises what reading raises (DcpdError).
+    async def partition(self, store: MirrorStore, vb_id: int) -> Taken | None:
+        """Return what differs of a partition. None: there is nothing to compare with, or its
+        history branches again and again: begin at 0. Raises what reading raises (DcpdError).
         """
         for _ in range(ATTEMPTS):
-            level = await self._level(vb_id)
-            if not level.seqno:
-                return None
-            position = await self._taken(store, vb_id, level)
-            if position is not None:
-                return position
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._good_until_s:
+                self._ahead.clear()
+            taken = self._ahead.pop(vb_id, None)
+            if taken is None:
+                reader = await self._opened()
+                vb_ids = range(vb_id, min(vb_id + self._window, reader.num_vbuckets))
+                self._window = min(4 * self._window, PARTITIONS_AT_ONCE)
+                self._good_until_s = now_s + AHEAD_S
+                self._ahead = await self._compared(reader, store, vb_ids)
+                taken = self._ahead.pop(vb_id, None)
+            if taken is not None:
+                return taken if taken.position.seqno else None
         return None
 
     async def _opened(self) -> HashReader:
         if self._reader is None:
             self._reader = await HashReader.open(self._address, self._timeout_s)
-            self._reader.collection_id = self._collection_id
+            self._reader.select(self._collection_id)
         return self._reader
 
-    async def _level(self, vb_id: int) -> Level:
-        now_s = asyncio.get_running_loop().time()
-        level = self._levels.pop(vb_id, None)
-        if level is None or now_s >= self._good_until_s:
-            self._good_until_s = now_s + AHEAD_S
-            reader = await self._opened()
-            vb_ids = range(vb_id, min(vb_id + self._ahead, reader.num_vbuckets))
-            self._ahead = min(2 * self._ahead, PARTITIONS_AT_ONCE)
-            self._levels = await reader.levels(vb_ids, BITS_MAX)
-            level = self._levels.pop(vb_id)
-        return level
+    async def _compared(
+        self, reader: HashReader, store: MirrorStore, vb_ids: Sequence[int]
+    ) -> dict[int, Taken]:
+        """Compare partitions. One whose history branches meanwhile is missing."""
+        levels = await reader.levels(vb_ids, BITS_MAX)
+        held = {vb_id: store.rows(vb_id) for vb_id in vb_ids}
+        buckets = {
+            vb_id: buckets_to_read(hashes_of(held[vb_id], ROW_FORM), level.hashes)
+            for vb_id, level in levels.items()
+        }
+        wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
+        keys = await reader.keys(wanted)
+        lacking: dict[int, dict[int, KeyVersion]] = {}
+        rows: dict[int, dict[bytes, bytes | None]] = {vb_id: {} for vb_id in vb_ids}
+        for vb_id, found in wanted.items():
+            some = rows_of_buckets(held[vb_id], ROW_FORM, *found)
+            mine = [version_of(row, ROW_FORM) for row in some]
+            unlike = compared(vb_id, mine, keys[vb_id].versions)
+            rows[vb_id] = {each.key: None for each in unlike if each.second is None}
+            lacking[vb_id] = {each.second.seqno: each.second for each in unlike if each.second}
+        documents = await reader.documents({vb_id: list(each) for vb_id, each in lacking.items()})
+        places: dict[int, Position] = {}
+        for link, members in await reader.links_of(vb_ids):
+            places |= await positions_at(link, {vb_id: levels[vb_id].seqno for vb_id in members})
+        found_all = {}
+        for vb_id, level in levels.items():
+            if level.seqno and places[vb_id].vb_uuid != level.vb_uuid:
+                continue
+            for document in documents.get(vb_id, ()):
+                version = document.version
+                if lacking[vb_id].get(version.seqno) != version:
+                    raise ConnectError(
+                        "a document is not the one that was asked for", vb_id=vb_id,
+                        node=reader.name,
+                    )  # fmt: skip
+                row = ROW.pack(version.cas, version.rev_seqno) + document.value
+                rows[vb_id][version.key] = row
+            read_seqno = max(level.seqno, keys[vb_id].seqno if vb_id in keys else 0)
+            found_all[vb_id] = Taken(
+                rows[vb_id], read_seqno, self._position(places[vb_id], level.seqno, read_seqno)
+            )
+        return found_all
 
-    async def _taken(self, store: MirrorStore, vb_id: int, level: Level) -> Position | None:
-        """Take over what differs. None: history has branched meanwhile, and nothing was changed."""
-        reader = await self._opened()
-        rows = store.rows(vb_id)
-        read_seqno = level.seqno
-        found: list[Difference] = []
-        lacking: dict[int, KeyVersion] = {}
-        documents: list[SentDocument] = []
-        wanted = buckets_to_read(hashes_of(rows, ROW_FORM), level.hashes)
-        if wanted is not None:
-            keys = (await reader.keys({vb_id: wanted}))[vb_id]
-            held = [version_of(row, ROW_FORM) for row in rows_of_buckets(rows, ROW_FORM, *wanted)]
-            found = compared(vb_id, held, keys.versions)
-            lacking = {each.second.seqno: each.second for each in found if each.second is not None}
-            documents = await reader.documents(vb_id, list(lacking))
-            read_seqno = max(read_seqno, keys.seqno)
-        link = await reader.link_of(vb_id)
-        place = (await positions_at(link, {vb_id: level.seqno}))[vb_id]
-        if place.vb_uuid != level.vb_uuid:
-            return None
-        for document in documents:
-            if lacking.get(document.version.seqno) != document.version:
-                raise ConnectError(
-                    "a document is not the one that was asked for", vb_id=vb_id, node=reader.name
-                )
+    def _position(self, place: Position, seqno: int, read_seqno: int) -> Position:
         # A client that is at the start of a snapshot has nothing of it, so this one starts before.
-        start = level.seqno if read_seqno == level.seqno else level.seqno - 1
-        position = Position(
-            place.versions, level.seqno, start, read_seqno,
+        start = seqno if read_seqno == seqno else seqno - 1
+        if not seqno:
+            return Position()
+        return Position(
+            place.versions, seqno, start, read_seqno,
             collections=(self._collection_id,), filter=self._filter,
         )  # fmt: skip
-        with store.changing() as change:
-            for each in found:
-                if each.second is None:
-                    change.put(vb_id, each.key, None, level.seqno)
-            for version, _, _, _, value in documents:
-                row = ROW.pack(version.cas, version.rev_seqno) + value
-                change.put(vb_id, version.key, row, level.seqno)
-            change.begin_at(vb_id, read_seqno)
-            change.place({vb_id: position})
-        return position

@@ -328,7 +328,7 @@ async def _started(
 
 
 async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
-    from dcp.server.observe.membership_over import NodeRemovedError
+    from dcp.server.observe.event_log import NodeRemovedError
 
     try:
         try:
@@ -356,7 +356,7 @@ def _with_ports_of(node: Node, settings: Settings) -> Settings:
 
 
 def _start_failures() -> tuple[type[Exception], ...]:
-    from dcp.server.access.first_admin import FirstAdminError
+    from dcp.server.access.users import FirstAdminError
     from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
@@ -387,7 +387,7 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
-    from dcp.server.access.first_admin import FirstAdminError
+    from dcp.server.access.users import FirstAdminError
     from dcp.server.cluster.joining.enrolment import StoreAwayError
     from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError

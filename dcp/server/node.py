@@ -25,18 +25,16 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle
 from dcp.server.access.access import Access
-from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
-from dcp.server.access.users import Users
+from dcp.server.access.users import FIRST_ADMIN, Users, add_first_admin
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import plain_host_of
+from dcp.server.config.sources import LiveSettings, plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -46,12 +44,10 @@ from dcp.server.net.cut_timer import CutTimer
 from dcp.server.net.sessions import Sessions
 from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
-from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.event_log import EventLog, MembershipOverError, event_of
+from dcp.server.observe.housekeeping import Housekeeping, Tasks
 from dcp.server.observe.log_limiter import RefusalLog
-from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.collection_changes import Collections
@@ -79,9 +75,11 @@ from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
+from dcp.session.answers.long_requests import LongQueue
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts
 from dcp.session.kv.range_scans import RangeScans
+from dcp.session.state import SessionParts
 from dcp.stream.hub import StreamHub
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
@@ -108,12 +106,46 @@ ROOM_RETRY_S: Final = 2.0
 """How often a node that started on a full disk tries to make its first writes."""
 
 
+class WriteParts(NamedTuple):
+    """What changes, commits, merges and compacts."""
+
+    groups: GroupCycle
+    commits: CommitWaiters
+    committer: Committer
+    merging: Merging
+    compaction: Compaction
+    scrubbing: Scrubbing
+    backpressure: Backpressure
+    loading: Loading
+    pager: Pager
+
+
+class Ending:
+    """Whether the server ends, why, and until when."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.is_over = asyncio.Event()
+        self.stopping: asyncio.Task[None] | None = None
+        self._deadline_s = 0.0
+        """Monotonic."""
+
+    def begin(self) -> None:
+        """The steps of a stop begin: STOP_S are left."""
+        self._deadline_s = time.monotonic() + STOP_S
+
+    def left_s(self, most_s: float) -> float:
+        """Return how long a step of the stop may take."""
+        return max(0.1, min(most_s, self._deadline_s - time.monotonic()))
+
+
 class Node:
     """See the module. The public attributes are the parts; all exist once `start` has returned."""
 
     engine: Engine
     health: Health
     views: Views
+    write: WriteParts
 
     def __init__(
         self,
@@ -156,21 +188,8 @@ class Node:
         self._store_queue = StoreQueue(StoreSupervisor(self._start_store_process), log)
         self._writing: list[asyncio.Task[None]] = []
         """Background tasks that make changes of their own: a stop ends them first."""
-        self._stopping: asyncio.Task[None] | None = None
-        self._stopped = asyncio.Event()
-        self._stop_at_s = 0.0
-        """Deadline of the stop, monotonic."""
-        self._failure: Exception | None = None
+        self._ending = Ending()
         self._storage: Storage
-        self._groups: GroupCycle
-        self._commits: CommitWaiters
-        self._committer: Committer
-        self._merging: Merging
-        self._compaction: Compaction
-        self._scrubbing: Scrubbing
-        self._backpressure: Backpressure
-        self._loading: Loading
-        self._pager: Pager
         self._config: ClusterConfig
         self._identity: ClusterFile | None = None
         self._meta: MetaAccess | None = None
@@ -254,7 +273,7 @@ class Node:
         from dcp.server.cluster.peer_repair import PeerRepair
 
         repair = PeerRepair(
-            self.engine, replicated, self.access.link_tls, self._scrubbing, self._log
+            self.engine, replicated, self.access.link_tls, self.write.scrubbing, self._log
         )
         self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
@@ -292,7 +311,7 @@ class Node:
             from dcp.server.cluster.joining.enrolment import EnrolmentGate
 
             self._enrolment_gate = EnrolmentGate(
-                self.engine, self.health, self._users, self._commits
+                self.engine, self.health, self._users, self.write.commits
             )
         return ClusterOperations(
             self._newcomer(), self.replicated, self._enrolment_gate, self._restart_soon
@@ -315,23 +334,23 @@ class Node:
         if why:
             return
         await self._store_queue.start()
-        self._committer.start()
+        self.write.committer.start()
         if self.replicated is None:
-            self._loading.start()
+            self.write.loading.start()
         self._merge_what_is_replayed()
         settings = self._settings
         if settings.durability == "interval":
-            self._committer.sync_every(settings.sync_interval_s)
+            self.write.committer.sync_every(settings.sync_interval_s)
         if settings.expiry_interval_s:
             expire = partial(
-                expire_when_due, self._pager, self.engine, self._commits, self._refusals,
-                interval_s=settings.expiry_interval_s,
+                expire_when_due, self.write.pager, self.engine, self.write.commits,
+                self._refusals, interval_s=settings.expiry_interval_s,
             )  # fmt: skip
             self._writing.append(self._tasks.begin(self._housekeeping.repeat("expiry", expire)))
-        scrub = self._housekeeping.repeat("scrub", self._scrubbing.run)
+        scrub = self._housekeeping.repeat("scrub", self.write.scrubbing.run)
         self._writing.append(self._tasks.begin(scrub))
         if settings.compact_interval_s:
-            compact = self._housekeeping.repeat("compaction", self._compaction.run)
+            compact = self._housekeeping.repeat("compaction", self.write.compaction.run)
             self._writing.append(self._tasks.begin(compact))
 
     async def _begin_when_there_is_room(self) -> None:
@@ -345,9 +364,9 @@ class Node:
         """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
         format_version = self._storage.node.format_version
         if self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION:
-            self._groups.begin_merge()
-        self._committer.kick()
-        self._backpressure.update()
+            self.write.groups.begin_merge()
+        self.write.committer.kick()
+        self.write.backpressure.update()
 
     async def _start_store_process(self) -> StoreProcess:
         return await StoreProcess.start(
@@ -368,30 +387,28 @@ class Node:
             engine, log, let_writers_go_on=self.connections.writers_may_go_on
         )
         self.views = Views(engine, storage.store)
-        self._groups = groups = GroupCycle(
-            engine, self._hub, syncs_groups=settings.durability == "commit"
-        )
-        self._pager = Pager(engine, storage.store)
-        self._commits = commits = CommitWaiters(engine, self._kick)
-        self._backpressure = Backpressure(engine, health, settings.write_wait_s)
-        self._merging = merging = Merging(
+        groups = GroupCycle(engine, self._hub, syncs_groups=settings.durability == "commit")
+        pager = Pager(engine, storage.store)
+        commits = CommitWaiters(engine, self._kick)
+        backpressure = Backpressure(engine, health, settings.write_wait_s)
+        merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())), groups,
-            storage.device, self._store_queue, commits, self._backpressure, self.meter, log,
+            storage.device, self._store_queue, commits, backpressure, self.meter, log,
         )  # fmt: skip
-        self._compaction = Compaction(
+        compaction = Compaction(
             engine, FloorCycle(engine, storage.store, self._hub), self._hub, commits, merging,
             self._store_queue, health, self.meter, log, settings,
         )  # fmt: skip
-        self._scrubbing = Scrubbing(
+        scrubbing = Scrubbing(
             self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
-            self.meter, self.access.audit, log, settings.scrub_period_s,
+            self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
-        self._loading = Loading(
+        loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
             self.meter, log, release=self.connections.loaded,
         )  # fmt: skip
         after_commit = AfterCommit(
-            self.meter, commits, health, self._backpressure, self.connections,
+            self.meter, commits, health, backpressure, self.connections,
             FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
             on_failure=self._fail,
         )  # fmt: skip
@@ -399,15 +416,26 @@ class Node:
             settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
         )
         if identity is not None and self._meta is not None:
-            after_commit.follow(self._wire_cluster(identity, self._meta, after_commit))
-        self._committer = Committer(
+            after_commit.follow(
+                self._wire_cluster(identity, self._meta, after_commit, groups, scrubbing)
+            )
+        committer = Committer(
             groups, storage.writer, after_commit,
             LogAhead(storage.device, finds_room=settings.durability == "commit"),
             sync_seconds=self.meter.sync_seconds, pace=merging,
         )  # fmt: skip
+        self.write = WriteParts(
+            groups, commits, committer, merging, compaction, scrubbing, backpressure, loading,
+            pager,
+        )  # fmt: skip
 
     def _wire_cluster(
-        self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
+        self,
+        identity: ClusterFile,
+        access: MetaAccess,
+        after_commit: AfterCommit,
+        groups: GroupCycle,
+        scrubbing: Scrubbing,
     ) -> ReplicatedNode:
         """Create the replication of a cluster's node."""
         from dcp.server.cluster.joining.becoming_member import replicated_node
@@ -417,9 +445,9 @@ class Node:
         self.leave_s = LEAVE_MAX_S
         storage = self._storage
         parts = ServerParts(
-            self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self.health, self.meter.cluster, self.access.link_tls, self._tasks,
-            self._log, self.about.data_dir,
+            self.engine, storage.store, self._hub, groups, self.connections, self._config,
+            self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
+            self._tasks,             self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.tell, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
@@ -435,35 +463,40 @@ class Node:
     def _wire_ports(self) -> None:
         """Create what clients and operators use."""
         settings, engine, log, faults = self._settings, self.engine, self._log, FaultTable()
+        write = self.write
         access, connections, health, meter = self.access, self.connections, self.health, self.meter
         config, replicated = self._config, self.replicated
         prefixes = PrefixCounts()
         stats = Stats(
-            self.about, self.ports, engine, self._hub, connections, self._merging, self._scrubbing,
+            self.about, self.ports, engine, self._hub, connections, write.merging, write.scrubbing,
             health, prefixes,
         )  # fmt: skip
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
-            engine, self._hub, ServerFacts(config, stats), access, faults, scans, meter, log,
-            self._refusals, prefixes=prefixes, on_failure=self._fail, replication=replicated,
+            SessionParts(
+                engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
+                LongQueue(), scans,
+            ),
+            access, write.scrubbing, meter, log, self._refusals, on_failure=self._fail,
+            replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
-            engine, self._committer, connections, access, sessions, meter, self._refusals,
+            engine, write.committer, connections, access, sessions, meter, self._refusals,
             replicated,
         )  # fmt: skip
         crowd = admin_crowd(settings)
         sources = MetricSources(
-            self.about, meter, health, engine, self._merging, self._scrubbing, self._pager,
+            self.about, meter, health, engine, write.merging, write.scrubbing, write.pager,
             self.views, self._hub,
             connections, access, crowd, faults, ChangeAges(), self._cluster_sources(),
         )  # fmt: skip
         operations = Operations(
-            engine, connections, self._merging, self._compaction, self._commits, faults,
-            self._groups.end_reasons, self._hub.limits, meter, log,
+            engine, connections, write.merging, write.compaction, write.commits, faults,
+            write.groups.end_reasons, self._hub.limits, meter, log,
             copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
-        documents = Documents(engine, self.views, self._commits, self._merging, sessions)
+        documents = Documents(engine, self.views, write.commits, write.merging, sessions)
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
             ConsoleView(sources, self._sampler), engine, self._sampler, documents,
@@ -473,16 +506,16 @@ class Node:
             live=self.live, log=log, access=access,
             users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
-            dumps=Dumps(engine, self.views, self._commits),
+            dumps=Dumps(engine, self.views, write.commits),
             collections=Collections(
-                engine, self._commits, log,
+                engine, write.commits, log,
                 share=None if replicated is None else replicated.change_manifest,
             ),
             consumers=ConsumerDesk(
-                engine, self.views, self._compaction.kept, self._commits, log
+                engine, self.views, write.compaction.kept, write.commits, log
             ),
             backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
-            scrubbing=self._scrubbing,
+            scrubbing=write.scrubbing,
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -498,7 +531,7 @@ class Node:
         """Have the parts follow the settings that can change while the node runs."""
         LiveParts(
             self.live, self._log, self.meter, self.access, self.connections, self.engine,
-            self._compaction, self._backpressure, self._scrubbing,
+            self.write.compaction, self.write.backpressure, self.write.scrubbing,
         ).follow()  # fmt: skip
         if self.replicated is not None:
             self.live.follow("rebalance_rate", self.replicated.core.master.pace.rate.limit)
@@ -521,7 +554,7 @@ class Node:
 
     def _kick(self) -> None:
         """Commit what is pending; for parts that are created before the committer."""
-        self._committer.kick()
+        self.write.committer.kick()
 
     # -- while it runs -----------------------------------------------------------------------------
 
@@ -532,23 +565,23 @@ class Node:
 
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise the failure that ended the server."""
-        await self._stopped.wait()
-        if self._failure is not None:
-            raise self._failure
+        await self._ending.is_over.wait()
+        if self._ending.failure is not None:
+            raise self._ending.failure
 
     def _fail(self, error: Exception) -> None:
         """End the server because of a failure. No answer is sent from now on."""
-        if self._failure is not None:
+        if self._ending.failure is not None:
             return
-        self._failure = error
-        self._committer.halt()
+        self._ending.failure = error
+        self.write.committer.halt()
         self.health.is_ready = False
         if isinstance(error, LogWriteError | SyncFailedError | MembershipOverError):
             self._log.error(event_of(error), reason=str(error))
         else:
             self._log.failure("server failed", error)
         self.connections.abort(f"the server failed: {error}")
-        self._stopped.set()
+        self._ending.is_over.set()
 
     # -- stop --------------------------------------------------------------------------------------
 
@@ -557,27 +590,27 @@ class Node:
 
         Raises the error that the log or the store ended with. Further calls wait for the same stop.
         """
-        if self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_task(self._stop())
-        await asyncio.shield(self._stopping)
+        if self._ending.stopping is None:
+            self._ending.stopping = asyncio.get_running_loop().create_task(self._stop())
+        await asyncio.shield(self._ending.stopping)
 
     async def _stop(self) -> None:
         try:
             await self._stop_in_order()
         finally:
-            self._stopped.set()
+            self._ending.is_over.set()
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
         self.engine.keyspace.holds_groups = False
         if self._enrolment_gate is not None:
             self._enrolment_gate.stopped()
-        if self.replicated is not None and self._failure is None:
+        if self.replicated is not None and self._ending.failure is None:
             await self.replicated.leave()
-        self._stop_at_s = time.monotonic() + STOP_S
+        self._ending.begin()
         if self.replicated is not None:
             self.replicated.stop()
-        for part in (self._upkeep, self._sampler, self._backpressure):
+        for part in (self._upkeep, self._sampler, self.write.backpressure):
             part.stop()
         for task in self._writing:
             task.cancel()
@@ -585,9 +618,9 @@ class Node:
             async with asyncio.timeout(LISTENERS_STOP_S):
                 await self._listeners.stop()
         self.connections.finish("the server stops")
-        if self._failure is None:
+        if self._ending.failure is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._stop_s_left(DRAIN_S)):
+                async with asyncio.timeout(self._ending.left_s(DRAIN_S)):
                     await self._drain()
         self.connections.abort("the server stops")
         try:
@@ -597,27 +630,23 @@ class Node:
             if self.meter.tracing is not None:
                 await asyncio.to_thread(self.meter.tracing.close)
 
-    def _stop_s_left(self, most_s: float) -> float:
-        """Return how long a step of the stop may take."""
-        return max(0.1, min(most_s, self._stop_at_s - time.monotonic()))
-
     async def _drain(self) -> None:
         """Commit what is pending, and let clients read their answers."""
-        await self._committer.drain()
-        if not self._committer.full_why:
+        await self.write.committer.drain()
+        if not self.write.committer.full_why:
             await self.connections.until_all_gone()
 
     async def _stop_storage(self) -> None:
         await self._tasks.stop()
         if self._meta is not None:
             await self._meta.close()
-        await self._merging.stop(self._stop_s_left(1.0))
-        is_clean = self._failure is None
+        await self.write.merging.stop(self._ending.left_s(1.0))
+        is_clean = self._ending.failure is None
         if not await self._store_queue.stop():
             is_clean = False
             self._log.error("the store process does not end: its disk does not answer")
         try:
-            self._committer.stop()
+            self.write.committer.stop()
         except SyncFailedError:
             is_clean = False
             raise

@@ -143,7 +143,7 @@ def _closed_times(producer: Producer, state: SessionState, value: str) -> int:
             "closed times (control x_closed_times) are of a node alone: the nodes of this cluster"
             " do not agree on one cut yet. Follow without cuts",
         )
-    state.hub.cutting[producer] = None
+    state.shared.hub.cutting[producer] = None
     return Status.OK
 
 

@@ -42,7 +42,7 @@ class FaultGate:
             vb_id = vbucket_of(key, state.engine.num_vbuckets)
         fault, self.waiting = self.waiting, None
         if fault is None:
-            fault = state.faults.meet(opcode, vb_id)
+            fault = state.shared.faults.meet(opcode, vb_id)
             if fault is None:
                 return False
             state.note("fault", fault=fault.fault_id, opcode=opcode, vb_id=vb_id)

@@ -142,7 +142,7 @@ class GroupCommand:
             raise RefusedError(Status.ETMPFAIL, "the partition takes no writes now; try again")
         stored = DEFAULT_COLLECTION_PREFIX + key
         record = self._record(part, stored)
-        leases = state.hub.group_leases.of(key, part)
+        leases = state.shared.hub.group_leases.of(key, part)
         after = after_beat(record, leases, told, engine.now_ns, engine.num_vbuckets)
         if len(after.members) > MEMBERS_MAX:
             raise RefusedError(Status.E2BIG, f"a group has at most {MEMBERS_MAX} members")

@@ -74,16 +74,6 @@ _NONE: Final = (0, 0)
 """Below the version of any configuration."""
 
 
-class MapFacts(Protocol):
-    """What is told."""
-
-    def bucket_config(self) -> bytes:
-        """Return the bucket's cluster configuration as JSON."""
-
-    def config_version(self) -> tuple[int, int]:
-        """Return (revEpoch, rev) of the cluster configuration."""
-
-
 class MapPush(NamedTuple):
     """A message about a newer map."""
 
@@ -97,7 +87,7 @@ class MapNews:
 
     __slots__ = ("_dedupes", "_facts", "_has", "_push", "_pushed")
 
-    def __init__(self, facts: MapFacts) -> None:
+    def __init__(self, facts: NodeFacts) -> None:
         self._facts = facts
         self._push: Feature | None = None
         """How the client wants to be told newer maps: whole or brief; None: it asks itself."""

@@ -47,7 +47,7 @@ class StreamSender(Protocol):
     """What pumps messages into a connection: a producer for consumers, a feed for replicas."""
 
     is_superseded: bool
-    damages: list[str]
+    damages: list[tuple[int, str]]
     """Why streams ended whose stored data is damaged, since the connection took them last."""
 
     @property

@@ -136,7 +136,7 @@ class Session:
             | dcp.handlers()
         )
         self._dcp = dcp
-        self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
+        self._body_bytes_max = state.shared.limits.value_bytes_max + BODY_EXTRA_BYTES
         self._gathered = bytearray()
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
@@ -182,7 +182,7 @@ class Session:
     @property
     def _has_faults(self) -> bool:
         """Whether a fault may stop a request."""
-        return bool(self.state.faults.rules) or self._gate.waiting is not None
+        return bool(self.state.shared.faults.rules) or self._gate.waiting is not None
 
     def _is_acknowledgement(self, data: bytes) -> bool:
         """Whether these bytes are one acknowledgement of a replica, and nothing comes before it. It
@@ -268,11 +268,9 @@ class Session:
         The shell calls it after `receive` and `resume`, so that the authenticator never runs while
         a packet is handled. An answer that comes later goes to `login_checked`.
         """
-        state = self.state
-        while (question := state.login.take_question()) is not None:
-            step = question.ask(
-                state.login.authenticator, peer_is_loopback=state.login.peer_is_loopback
-            )
+        login = self.state.login
+        while (question := login.take_question()) is not None:
+            step = question.ask(login.authenticator, peer_is_loopback=login.peer_is_loopback)
             if step is None:
                 return
             self.login_checked(step)
@@ -354,7 +352,7 @@ class Session:
             why += f"; this command takes at most {COMMAND_BYTES_MAX}"
             refusal = RefusedError(Status.EINVAL, why)
         first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
-        if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
+        if magic == Magic.REQUEST and opcode in _SETS and state.shared.limits.oversized_set_removes:
             key_at: int = position + HEADER_BYTES + extras_len
             missing_bytes: int = key_at + key_len - end
             if missing_bytes > 0:
@@ -383,7 +381,7 @@ class Session:
                 self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
             hot = self._marked
         if rights.has_all_documents:
-            return self._counting.of(hot) if state.prefixes.is_on else hot
+            return self._counting.of(hot) if state.shared.prefixes.is_on else hot
         if not self._checked:
             self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
@@ -449,7 +447,7 @@ class Session:
         else:
             answered = len(state.answers)
             done = go_on(state, now_ns, self._check_guard)
-            if done is not None and state.prefixes.is_on:
+            if done is not None and state.shared.prefixes.is_on:
                 self._counting.count(done.opcode, done.wire_key, answered)
         if state.is_full:
             self._note_held(state.buffer, 0)
@@ -470,7 +468,7 @@ class Session:
         body_bytes_max, setting = SKIPPED_BYTES_MAX, "no setting changes that"
         if magic not in _REQUEST_MAGICS:
             body_bytes_max, setting = self._body_bytes_max, "setting value_bytes_max"
-        login_bytes_max = self.state.limits.login_body_bytes_max
+        login_bytes_max = self.state.shared.limits.login_body_bytes_max
         if not self.is_logged_in:
             body_bytes_max = min(login_bytes_max, self._body_bytes_max)
             setting = "setting login_body_bytes_max"
@@ -568,9 +566,9 @@ class Session:
             request.framing, request.opcode, has_preserve_ttl=state.hello.has_preserve_ttl,
             has_durability=state.hello.has_durability,
         )  # fmt: skip
-        if frames.traceparent and (trace := state.hub.trace) is not None:
+        if frames.traceparent and (trace := state.shared.hub.trace) is not None:
             trace.parent = frames.traceparent
-        if frames.durability is not None and not state.limits.syncs_writes:
+        if frames.durability is not None and not state.shared.limits.syncs_writes:
             why = "this server answers before a write is on disk (setting durability)"
             raise RefusedError(Status.DURABILITY_IMPOSSIBLE, why)
         return frames

@@ -91,7 +91,10 @@ class ConnectionCommands:
         granted = [code for code in dict.fromkeys(asked) if code in known]
         if Feature.DUPLEX not in granted and not MAP_PUSHES.isdisjoint(granted):
             raise RefusedError(Status.EINVAL, "features 0x0d and 0x1f go with Duplex (0x0c)")
-        if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
+        if (
+            state.shared.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX
+            and Feature.X_PUT_FRAMES in granted
+        ):
             granted.remove(Feature.X_PUT_FRAMES)
         state.hello.agent = request.key.decode("utf-8", "replace")[:256]
         state.hello.hashes_keys = False
@@ -165,7 +168,7 @@ class ConnectionCommands:
         """Close the connection after too many failures, which slows down guessing."""
         state = self._state
         state.login.failures += 1
-        if state.login.failures >= state.limits.login_failures_max:
+        if state.login.failures >= state.shared.limits.login_failures_max:
             state.close(
                 f"{state.login.failures} logins failed, the limit (setting login_failures_max)"
             )
@@ -177,11 +180,11 @@ class ConnectionCommands:
         name = request.key.decode("utf-8", "replace")
         if name == "@no bucket@":
             state.bucket = None
-        elif name == state.facts.bucket:
+        elif name == state.shared.facts.bucket:
             state.bucket = name
             state.hello.hashes_keys = False
         else:
-            why = f"no bucket {name!r}; there is {state.facts.bucket!r} (setting bucket)"
+            why = f"no bucket {name!r}; there is {state.shared.facts.bucket!r} (setting bucket)"
             raise RefusedError(Status.EACCESS, why)
         state.answer(request)
 
@@ -211,7 +214,7 @@ class ConnectionCommands:
             if state.map_news.take_known(known, of_bucket=has_bucket):
                 state.answer(request)
                 return
-        value = state.map_news.whole() if has_bucket else state.facts.global_config()
+        value = state.map_news.whole() if has_bucket else state.shared.facts.global_config()
         state.answer(request, value=value, is_json=True)
 
     def error_map(self, request: Frame) -> None:
@@ -237,8 +240,8 @@ class ConnectionCommands:
             self._detail(request)
             return
         if request.key == b"reset":
-            self._state.prefixes.clear()
-        stats = self._state.facts.stats(request.key + _argument_of(request))
+            self._state.shared.prefixes.clear()
+        stats = self._state.shared.facts.stats(request.key + _argument_of(request))
         if stats is None:
             group, _, argument = request.key.partition(b" ")
             known = group in _OF_PARTITIONS and argument
@@ -256,8 +259,8 @@ class ConnectionCommands:
         if state.login.rights is None or not state.login.rights.has(Role.ADMIN):
             raise RefusedError(Status.EACCESS, "counts by key prefix take the role admin")
         if argument == b"dump":
-            state.answer(request, key=b"detailed", value=state.prefixes.dump() + b"END\r\n")
-        elif not state.prefixes.command(argument):
+            state.answer(request, key=b"detailed", value=state.shared.prefixes.dump() + b"END\r\n")
+        elif not state.shared.prefixes.command(argument):
             raise RefusedError(Status.KEY_ENOENT, "write detail on, detail off or detail dump")
         state.answer(request)
 

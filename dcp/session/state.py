@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.session.access.auth import Authenticator, LoginQuestion
 from dcp.session.access.rights import FULL_RIGHTS, Rights, split_key
@@ -146,6 +146,33 @@ class ClientLogin:
         return question
 
 
+class SessionParts(NamedTuple):
+    """What all sessions of a node share."""
+
+    engine: Engine
+    hub: StreamHub
+    facts: NodeFacts
+    limits: Limits
+    faults: FaultTable
+    prefixes: PrefixCounts
+    long_queue: LongQueue
+    scans: RangeScans | None = None
+    """The node's range scans; None: there are no commands for them."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        hub: StreamHub,
+        facts: NodeFacts,
+        limits: Limits,
+        *,
+        scans: RangeScans | None = None,
+    ) -> SessionParts:
+        """Return them for a node without faults and counts of its own."""
+        return cls(engine, hub, facts, limits, FaultTable(), PrefixCounts(), LongQueue(), scans)
+
+
 class SessionState:
     """One connection's state. Plain attributes, read on the hot path."""
 
@@ -159,32 +186,26 @@ class SessionState:
         "close_reason",
         "durability",
         "engine",
-        "facts",
-        "faults",
         "feed",
         "first_change",
         "flush",
         "held_bytes",
         "held_until_ns",
         "hello",
-        "hub",
         "is_closing",
         "is_full",
-        "limits",
         "loads",
         "login",
         "long",
-        "long_queue",
         "map_news",
         "marks",
         "notes",
         "notes_left_out",
         "observed",
-        "prefixes",
         "replication",
-        "scans",
         "schedule",
         "sender",
+        "shared",
         "taken_bytes",
         "undo",
         "unread_bytes",
@@ -195,29 +216,16 @@ class SessionState:
 
     def __init__(
         self,
-        *,
-        engine: Engine,
-        hub: StreamHub,
-        facts: NodeFacts,
+        shared: SessionParts,
         login: ClientLogin,
-        limits: Limits,
-        faults: FaultTable | None = None,
-        scans: RangeScans | None = None,
+        *,
         replication: ReplicationPort | None = None,
-        prefixes: PrefixCounts | None = None,
-        long_queue: LongQueue | None = None,
         has_replicas: bool = False,
         acknowledges_as_master: bool = False,
     ) -> None:
-        self.engine = engine
-        self.hub = hub
-        self.facts = facts
+        self.shared = shared
+        self.engine = shared.engine
         self.login = login
-        self.limits = limits
-        self.faults = FaultTable() if faults is None else faults
-        self.prefixes = PrefixCounts() if prefixes is None else prefixes
-        self.scans = scans
-        """The node's range scans; None: this session has no commands for them."""
         self.buffer = b""
         """Bytes that were received and are not handled yet."""
         self.held_bytes = self.taken_bytes = 0
@@ -239,23 +247,13 @@ class SessionState:
         self.notes_left_out = 0
         self.bucket: str | None = None
         self.hello = Negotiated()
-        self.map_news = MapNews(facts)
-        self._send_no_streams(replication)
-        self._begin_work(long_queue)
-
-    def _begin_work(self, long_queue: LongQueue | None) -> None:
-        """Set what takes several turns of the event loop: nothing yet."""
+        self.map_news = MapNews(shared.facts)
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
         self.long: LongRequest | None = None
         """A long request under way; no other command is taken before it is done."""
-        self.long_queue = LongQueue() if long_queue is None else long_queue
-        """That of the node."""
         self.work = 0.0
         """How much of a turn of the event loop the requests since `resume` have taken; 1: all."""
-
-    def _send_no_streams(self, replication: ReplicationPort | None) -> None:
-        """Set what sends streams: nothing, before DCP_OPEN."""
         self.replication = replication
         """Where replicas' nodes come in; None: this node is alone."""
         self.arrival = ArrivalWait()
@@ -332,7 +330,7 @@ class SessionState:
     ) -> None:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
-            self.note("damaged data", opcode=opcode, reason=str(error))
+            self.note("damaged data", opcode=opcode, vb_id=error.vb_id, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError) and self.hello.hashes_keys:
@@ -509,7 +507,7 @@ class SessionState:
         """
         if vb_id >= self.engine.num_vbuckets:
             return f"there is no partition {vb_id}: the last one is {self.engine.num_vbuckets - 1}"
-        address = self.facts.address_of(vb_id)
+        address = self.shared.facts.address_of(vb_id)
         if address:
             return f"this key is on another node of the cluster: {address}"
         return "no node of the cluster serves this key now; try again"

@@ -119,7 +119,11 @@ class DcpCommands:
             )
         self._open_flags = int(flags)
         producer = Producer(
-            request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
+            request.key,
+            state.engine,
+            state.shared.hub,
+            state.schedule,
+            state.shared.limits.backlogs_max,
         )
         state.sender = producer
         # As in kv_engine, DCP_OPEN turns the datatype JSON on, whatever HELLO said.
@@ -129,7 +133,7 @@ class DcpCommands:
         terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         terms.has_deleted_user_xattrs = bool(flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS)
         self._set_codec(producer)
-        state.hub.open(request.key, producer)
+        state.shared.hub.open(request.key, producer)
         state.answer(request)
 
     def _set_codec(self, producer: Producer) -> None:
@@ -265,7 +269,7 @@ class DcpCommands:
             self._replica_stream(request, self._state.feed)
             return
         producer = self._producer()
-        if (trace := self._state.hub.trace) is not None:
+        if (trace := self._state.shared.hub.trace) is not None:
             trace.asked[request.opaque] = request.vb_id
             trace.parent = trace.parent or producer.traceparent
         asked = self._asked(request, producer)
@@ -327,7 +331,7 @@ class DcpCommands:
             state.answer(request, Status.ROLLBACK, value=value)
             return
         asked = asked._replace(end_seqno=_end_seqno(asked, part))
-        if producer.stream_count >= state.limits.streams_max:
+        if producer.stream_count >= state.shared.limits.streams_max:
             limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
             raise RefusedError(Status.ENOMEM, limit)
         state.observes_history(part.vb_id)

@@ -318,7 +318,7 @@ class TextSession:
         if _LOOPS is None or state.marks is not None or not self._has_runs():
             return position
         packet, text_ends, packet_ends = _LOOPS.sets(
-            self._buffer, position, state.limits.value_bytes_max, self._run_commands
+            self._buffer, position, state.shared.limits.value_bytes_max, self._run_commands
         )
         if not packet or self._must_wait():
             return position
@@ -345,7 +345,7 @@ class TextSession:
         engine = self._engine
         return not (
             _LOOPS is None or engine.set_run is None or engine.get_run is None
-            or engine.locks.held or self.state.prefixes.is_on
+            or engine.locks.held or self.state.shared.prefixes.is_on
         )  # fmt: skip
 
     def _begin_store(self, name: bytes, arguments: list[bytes]) -> bytes:
@@ -363,7 +363,7 @@ class TextSession:
         if _is_bad_key(fields[0]) or flags is None or expiry is None or cas is None:
             self._skip_bytes = value_bytes + 2
             return _BAD_FORMAT
-        if value_bytes > self.state.limits.value_bytes_max:
+        if value_bytes > self.state.shared.limits.value_bytes_max:
             self._skip_bytes = value_bytes + 2
             if name == b"set":
                 remove_old(self.state, *self._locate(fields[0]), 0)
@@ -398,7 +398,7 @@ class TextSession:
         if mode in {_APPEND, _PREPEND}:
             outcome = extend(
                 self._engine, vb_id, key, value, is_prepended=mode == _PREPEND, cas=0,
-                value_bytes_max=self.state.limits.value_bytes_max,
+                value_bytes_max=self.state.shared.limits.value_bytes_max,
             )  # fmt: skip
         else:
             outcome = self._engine.store(
@@ -407,8 +407,8 @@ class TextSession:
         if mode in {ADD, REPLACE} and outcome[0] in {Status.KEY_EEXISTS, Status.KEY_ENOENT}:
             self.state.observes(vb_id)
             return _NOT_STORED
-        if self.state.prefixes.is_on:
-            self.state.prefixes.stored(store.key)
+        if self.state.shared.prefixes.is_on:
+            self.state.shared.prefixes.stored(store.key)
         return self._answer_of(vb_id, outcome, _STORED)
 
     # -- reads ---------------------------------------------------------------------------------
@@ -548,8 +548,8 @@ class TextSession:
                 found = outcome[0]
         if found != Status.ETMPFAIL:  # it tells nothing about stored data
             self.state.observes_version(self._engine.partitions[vb_id], key)
-        if self.state.prefixes.is_on:
-            self.state.prefixes.got(wire_key, is_hit=isinstance(found, StoredDocument))
+        if self.state.shared.prefixes.is_on:
+            self.state.shared.prefixes.got(wire_key, is_hit=isinstance(found, StoredDocument))
         if isinstance(found, StoredDocument):
             found = found._replace(value=plain(found.datatype, found.value)[1])
         return found
@@ -562,8 +562,8 @@ class TextSession:
         if _is_bad_key(arguments[0]) or arguments[1:] not in ([], [b"0"]):
             return _BAD_FORMAT[:-2] + b".  Usage: delete <key> [noreply]\r\n"
         vb_id, key = self._locate(arguments[0])
-        if self.state.prefixes.is_on:
-            self.state.prefixes.deleted(arguments[0])
+        if self.state.shared.prefixes.is_on:
+            self.state.shared.prefixes.deleted(arguments[0])
         return self._answer_of(vb_id, self._engine.delete(vb_id, key, 0), b"DELETED\r\n")
 
     def _count(self, name: bytes, arguments: list[bytes]) -> bytes:
@@ -613,7 +613,7 @@ class TextSession:
         try:
             is_done = state.step_flush(now_ns)
         except StoreDamagedError as error:
-            state.note("damaged data", command="flush_all", reason=str(error))
+            state.note("damaged data", command="flush_all", vb_id=error.vb_id, reason=str(error))
             state.send(_DAMAGED)
         except RefusedError as error:
             state.send(b"SERVER_ERROR %b\r\n" % str(error)[:CONTEXT_CHARS_MAX].encode())
@@ -653,8 +653,8 @@ class TextSession:
         if arguments[:1] == [b"detail"]:
             return self._detail(b" ".join(arguments[1:]))
         if arguments == [b"reset"]:
-            self.state.prefixes.clear()
-        stats = self.state.facts.stats(b" ".join(arguments))
+            self.state.shared.prefixes.clear()
+        stats = self.state.shared.facts.stats(b" ".join(arguments))
         if stats is None:
             return b"CLIENT_ERROR no such statistics\r\n"
         if arguments == [b"reset"]:
@@ -665,7 +665,7 @@ class TextSession:
 
     def _detail(self, argument: bytes) -> bytes:
         """Count by key prefix. These clients are guests, who may do everything."""
-        prefixes = self.state.prefixes
+        prefixes = self.state.shared.prefixes
         if argument == b"dump":
             return prefixes.dump() + b"END\r\n"
         if prefixes.command(argument):

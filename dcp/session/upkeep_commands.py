@@ -104,7 +104,7 @@ class UpkeepCommands:
         is_copy = part.state == VbState.REPLICA and part.has_copies
         if is_copy:
             last_seqno = part.synced_seqno
-        elif state.limits.syncs_writes:
+        elif state.shared.limits.syncs_writes:
             last_seqno = part.high_seqno  # the answer waits for its commit
         else:
             last_seqno = part.persisted_seqno
@@ -136,7 +136,7 @@ class UpkeepCommands:
                 f"{name}: this node is in a cluster, and the others would take it for broken; use a"
                 " node alone",
             )
-        if not state.limits.allows_faults:
+        if not state.shared.limits.allows_faults:
             raise RefusedError(
                 Status.NOT_SUPPORTED,
                 f"{name} is for tests: start the server with --test-mode, or on loopback",

@@ -118,7 +118,7 @@ class Producer:
         """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
         self.keepalive = Keepalive()
         self.is_superseded = False
-        self.damages: list[str] = []
+        self.damages: list[tuple[int, str]] = []
         """What is damaged in the store, in words. The caller logs it and empties the list."""
         self._engine = engine
         self._commits = engine.commits
@@ -498,7 +498,7 @@ class Producer:
             if end_seqno is not None and sent < bytes_max and stream.next_seqno <= end_seqno:
                 sent += self.snapshots.send(stream, out, bytes_max - sent)
         except StoreDamagedError as error:
-            self.damages.append(str(error))
+            self.damages.append((stream.vb_id, str(error)))
             self._count(sent)
             self.end(stream, EndReason.BACKFILL_FAILED)  # rather than leave anything out
             return sent

@@ -10,13 +10,12 @@ table's primary key, and end the member.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sqlite3
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from processes import follow_until_killed
 from replica import Replica
 
 from dcpd import (
@@ -82,8 +81,9 @@ class GroupFile(Replica):
                 raise EpochGoneError(f"epoch {epoch} is gone: partition {vb_id} has a later one")
 
 
-async def follow(server: str, file: GroupFile) -> None:
+async def follow(server: str, path: Path) -> None:
     """Join as soon as the group's partition has a master, and take part without end."""
+    file = GroupFile(path)
     while True:
         member = GroupMember(server, GROUP, OPTIONS)
         try:
@@ -102,20 +102,6 @@ async def follow(server: str, file: GroupFile) -> None:
         await member.__aexit__(None, None, None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("server", help="HOST:PORT, or several separated by commas")
-    parser.add_argument("file", type=Path, help="the SQLite file of all members")
-    options = parser.parse_args()
-    try:
-        asyncio.run(follow(options.server, GroupFile(options.file)))
-    except (DcpdError, sqlite3.Error) as error:
-        print(f"member: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    help_ = "the SQLite file of all members"
+    sys.exit(follow_until_killed("member", __doc__, help_, follow))

@@ -7,12 +7,13 @@ It follows until it is killed. The next run continues after the last transaction
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from pathlib import Path
 
-from dcpd import DcpdError, Mirror
+from processes import follow_until_killed
+
+from dcpd import Mirror
 
 
 def mirror_at(server: str, path: Path) -> Mirror:
@@ -28,20 +29,6 @@ async def follow(server: str, path: Path) -> None:
             await asyncio.sleep(1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("server", help="HOST:PORT, or several separated by commas")
-    parser.add_argument("file", type=Path, help="the LMDB file; created if missing")
-    options = parser.parse_args()
-    try:
-        asyncio.run(follow(options.server, options.file))
-    except DcpdError as error:
-        print(f"mirror: {error}. {error.hint}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    help_ = "the LMDB file; created if missing"
+    sys.exit(follow_until_killed("mirror", __doc__, help_, follow))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import base64
 import json
 import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from replica import Replica
+
+from dcpd import DcpdError
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
@@ -182,3 +189,25 @@ def tail(log_path: Path) -> str:
     """Return the last lines of a log."""
     lines = log_path.read_text(errors="replace").strip().splitlines()
     return "\n".join(lines[-8:]) or "it said nothing"
+
+
+def follow_until_killed(
+    name: str,
+    doc: str | None,
+    file_help: str,
+    follow: Callable[[str, Path], Coroutine[Any, Any, None]],
+) -> int:
+    """Run a command that follows a server into a file; return its exit code."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("server", help="HOST:PORT, or several separated by commas")
+    parser.add_argument("file", type=Path, help=file_help)
+    options = parser.parse_args()
+    try:
+        asyncio.run(follow(options.server, options.file))
+    except (DcpdError, sqlite3.Error) as error:
+        hint = f". {error.hint}" if isinstance(error, DcpdError) and error.hint else ""
+        print(f"{name}: {error}{hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

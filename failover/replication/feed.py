@@ -137,7 +137,7 @@ class ReplicaFeed:
         self._fill = LinkFill(pace, member)
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
-        self.damages: list[str] = []
+        self.damages: list[tuple[int, str]] = []
         self.seen = NOT_SEEN
         """What the replica has on disk of the records of the metadata store."""
         self._engine = engine
@@ -549,7 +549,7 @@ class ReplicaFeed:
 
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
-        self.damages.append(why)
+        self.damages.append((vb_id, why))
         progress = self._drop(vb_id)
         assert progress is not None, "it was read from"
         self._out.append(pack_stream_end(vb_id, progress.opaque, EndReason.BACKFILL_FAILED))

@@ -501,8 +501,8 @@ class ReplicationCore:
             if part.is_unheard and not was_unheard:
                 self._hub.fenced(vb_id)
 
-    def take_damages(self) -> list[str]:
-        """Return what replication met of damaged data, and forget it."""
+    def take_damages(self) -> list[int]:
+        """Return the partitions in which replication met damaged data, and forget them."""
         damages = sorted(self._changes.damages)
         self._changes.damages.clear()
         return damages

@@ -174,7 +174,8 @@ class Progress:
                 raise StoreDamagedError(
                     f"partition {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} "
                     f"are missing (history floor {part.history_floor}), so member {member} cannot "
-                    "continue; check the disk and restore a backup"
+                    "continue; check the disk and restore a backup",
+                    part.vb_id,
                 )
             self.next = last_seqno + 1
             entries += changes

@@ -235,3 +235,26 @@ async def test_what_needs_each_event_gets_events(limit):
     assert told[2:3] == [mutation(1)]
     if validator is not None:
         assert validator.seqnos() == {1: 1}
+
+
+async def test_a_decided_position_counts_within_a_batch():
+    """Whoever decides on a Position has another state than the one that is gone back to."""
+    streams = Streams(asks=True)
+    decided = Position(((8, 0),), 7, 6, 9)
+
+    async def settle(batch, at):
+        vb_id = batch.items[at].vb_id
+        batch.positions[vb_id] = decided
+        batch.items[at] = Rollback(vb_id, 7, 0, 99, "decided")
+
+    streams.settle = settle
+    rollbacks = [Rollback(vb_id, 0, 0, 99, "other server") for vb_id in (1, 2)]
+    batch = Batch(rollbacks, dict.fromkeys((1, 2), Position()), 10, {})
+    reader = reader_of(streams, batch)
+    reader.delivered.update(dict.fromkeys((1, 2), Position(((7, 0),), 99, 99, 99)))
+    pieces = reader.batches(streams)
+    for vb_id in (1, 2):
+        events = await anext(pieces)
+        assert [event.vb_id for event in events] == [vb_id]
+        assert reader.delivery(events).positions == {vb_id: decided}
+        assert reader.checkpoint()[vb_id] == decided

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients import KvClient, Mirror
-from clients.address import ServerAddress
-from clients.errors import ConnectError
+from clients.address import ServerAddress, parse_address
+from clients.cli.dcpctl import run
+from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
 from clients.event import Deletion, Event, Mutation
 from clients.kv.differences import (
     Copy,
@@ -35,8 +36,8 @@ from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine.lifecycle import PurgeRefusedError, branch, purge
-from vbucket.engine.partition import BranchRefusedError
+from vbucket.engine.lifecycle import PurgeRefusedError, branch, purge, set_state
+from vbucket.engine.partition import BranchRefusedError, VbState
 from vbucket.model.ids import vbucket_of
 from vbucket.native.key_hashes import Row
 
@@ -44,6 +45,7 @@ VB = 1
 PARTITIONS = 2
 KEYS = [key for key in (b"k%d" % n for n in range(1200)) if vbucket_of(key, PARTITIONS) == VB]
 ADDRESS = ServerAddress("node", 1)
+ADD = ["collection", "add", "shop.orders"]
 
 
 class PeerLink:
@@ -184,14 +186,14 @@ def test_a_resync_ends_as_a_stream_from_0(
 
     link = PeerLink(node, next_change)
     for _ in range(20):
-        position = asyncio.run(resync_of(link).partition(store, VB))
-        if position is None:
+        taken = asyncio.run(resync_of(link).partition(store, VB))
+        position = Position() if taken is None else taken.position
+        if taken is None:
             with store.changing() as change:
                 change.clear(VB)
-            position = Position()
         else:
+            take(store, [], {VB: position}, resynced={VB: taken})
             assert store.floor(VB) >= position.seqno
-            assert store.positions()[VB] == position
         next_change()
         if followed(node, store, position):
             break
@@ -208,8 +210,10 @@ def test_an_equal_mirror_reads_hashes_only() -> None:
     apply(node, ("set", 0, 300))
     assert followed(node, store, Position())
     link = PeerLink(node)
-    position = asyncio.run(resync_of(link).partition(store, VB))
-    assert position is not None
+    taken = asyncio.run(resync_of(link).partition(store, VB))
+    assert taken is not None
+    assert taken.rows == {}
+    position = taken.position
     assert (position.seqno, position.snap_start, position.snap_end) == (300, 300, 300)
     assert link.batches == 2, "hashes, and the failover log"
 
@@ -221,10 +225,10 @@ def test_what_does_not_differ_is_not_read() -> None:
     assert followed(node, store, Position())
     apply(node, ("set", 7, 1))
     resync = resync_of(PeerLink(node))
-    asyncio.run(resync.partition(store, VB))
-    assert resync._reader is not None
-    assert resync._reader.received_bytes < 5000
-    assert store.get(VB, KEYS[7]) == b"500"
+    taken = asyncio.run(resync.partition(store, VB))
+    assert resync.received_bytes < 5000
+    assert taken is not None
+    assert {key: row[16:] for key, row in taken.rows.items() if row} == {KEYS[7]: b"500"}
 
 
 @pytest.mark.parametrize("what", ["other document", "cut short", "endless"])
@@ -249,7 +253,6 @@ def test_a_server_that_lies_is_not_believed(what: str) -> None:
     link.send_batch = lie  # type: ignore[method-assign]
     with pytest.raises(ConnectError, match=r"not the one that was asked|cut short|endless"):
         asyncio.run(resync_of(link).partition(store, VB))
-    assert store.count() == 0
 
 
 # -- differences ---------------------------------------------------------------------------------
@@ -260,12 +263,16 @@ class Held(RowsCopy):
 
     def __init__(self, name: str, held: dict[bytes, tuple[int, int]], count: int = 2) -> None:
         super().__init__(name, count, ROW_FORM)
+        self.count = count or 64
         self.held = held
+
+    async def close(self) -> None:
+        pass
 
     def rows(self, vb_id: int) -> list[Row]:
         return [
             (key, ROW.pack(*version)) for key, version in self.held.items()
-            if vbucket_of(key, self.num_vbuckets) == vb_id
+            if vbucket_of(key, self.count) == vb_id
         ]  # fmt: skip
 
 
@@ -318,9 +325,55 @@ def test_differences_have_names(
 def test_what_cannot_be_compared_is_named() -> None:
     with pytest.raises(NotComparableError, match="one has 2 partitions and two has 64"):
         found_between(Held("one", {}), Held("two", {}, 64))
+    assert found_between(Held("one", {b"k": (1, 1)}, 64), Held("two", {b"k": (1, 1)}, 0)) == []
+    two = Held("two", {b"k%d" % n: (1, 1) for n in range(99)}, 0)
+    with pytest.raises(NotComparableError, match="keys of two are not those of 1024 partitions"):
+        found_between(Held("one", {}, 1024), two)
+    two.num_vbuckets, two.partitions_seen = 0, 64
+    with pytest.raises(NotComparableError, match="two has more than 2 partitions"):
+        found_between(Held("one", {}), two)
     with pytest.raises(NotComparableError, match=r"one lacks b\.c; two lacks a\.b$"):
         checked_collections({"a.b": 1, "d.e": 2}, {"d.e": 9, "b.c": 3}, ("one", "two"))
     assert checked_collections({"a.b": 1}, {"a.b": 2}, ("one", "two")) == ["a.b"]
+
+
+class TwoNodes:
+    """Connections to two nodes of a cluster; the second one has become master of all."""
+
+    def __init__(self) -> None:
+        self.old, self.new = MemoryNode(partitions=PARTITIONS), MemoryNode(partitions=PARTITIONS)
+        apply(self.new, ("set", 0, 50))
+        for vb_id in range(PARTITIONS):
+            set_state(self.old.engine, vb_id, VbState.REPLICA)
+        self.old.commit()
+        self.reader = HashReader(PeerLink(self.old), 5.0)  # type: ignore[arg-type]
+        link: Any = PeerLink(self.new)
+        self.reader._links["other", 2] = link
+        self.refreshed = 0
+
+        async def refresh() -> None:
+            self.refreshed += 1
+            self.reader._cluster.topology = single_node("other", 2, PARTITIONS)
+
+        self.reader._refresh = refresh  # type: ignore[method-assign]
+
+
+async def test_a_partition_that_moved_is_asked_for_where_it_is() -> None:
+    nodes = TwoNodes()
+    levels = await nodes.reader.levels(range(PARTITIONS), 4)
+    assert [levels[vb_id].hashes.documents for vb_id in range(PARTITIONS)] == [0, 50]
+    assert nodes.refreshed == 1
+
+
+async def test_what_nobody_answers_is_given_up_with_the_reason() -> None:
+    nodes = TwoNodes()
+    nodes.reader._timeout_s = 0.0
+    with pytest.raises(NotMyVbucketError):
+        await nodes.reader.levels([VB], 0)
+    nodes.reader.select(99)
+    nodes.reader._cluster.topology = single_node("other", 2, PARTITIONS)
+    with pytest.raises(UnknownCollectionError):
+        await nodes.reader.levels([VB], 0)
 
 
 # -- live ----------------------------------------------------------------------------------------
@@ -329,22 +382,34 @@ def test_what_cannot_be_compared_is_named() -> None:
 async def test_a_mirror_takes_over_what_another_server_has(tmp_path) -> None:
     """It has no version of the first server, so without hashes it would be loaded again."""
     with (
-        DcpServer(tmp_path / "one") as one,
-        DcpServer(tmp_path / "two") as two,
+        DcpServer(tmp_path / "one", "--partitions", "64") as one,
+        DcpServer(tmp_path / "two", "--partitions", "64") as two,
     ):
-        path = tmp_path / "view"
         for server in (one, two):
             async with KvClient.connect(server.address) as kv:
-                for number in range(200):
-                    await kv.set(b"k%d" % number, b"old")
-        async with Mirror(one.address, path) as view:
-            assert len(view) == 200
-        async with KvClient.connect(two.address) as kv:
-            await kv.delete(b"k1")
-            await kv.set(b"new", b"1")
-            async with Mirror(two.address, path) as view:
-                assert view.resyncs > 100
-                await kv.set(b"k2", b"now")
-                await view.caught_up(10)
-                assert len(view) == 200
-                assert (view["k2"], view["new"], view.get("k1")) == (b"now", b"1", None)
+                await kv.set_many([(b"k%d" % number, b"old") for number in range(200)])
+                arguments = ["--server", parse_address(server.address).node, *ADD]
+                assert await asyncio.to_thread(run, arguments) == 0
+                orders = kv.collection("shop.orders")
+                await orders.set_many([(b"o%d" % number, b"old") for number in range(90)])
+        for collection, letter in ((None, "k"), ("shop.orders", "o")):
+            path = tmp_path / letter
+            async with Mirror(one.address, path, collection=collection) as view:
+                before = len(view)
+            async with KvClient.connect(two.address) as kv:
+                written = kv if collection is None else kv.collection(collection)
+                await written.delete(f"{letter}1")
+                await written.set("new", b"1")
+                async with Mirror(two.address, path, collection=collection) as view:
+                    assert view.resyncs > 40
+                    assert view.resync_bytes < 40_000
+                    await written.set(f"{letter}2", b"now")
+                    await view.caught_up(10)
+                    assert len(view) == before
+                    found = view[f"{letter}2"], view["new"], view.get(f"{letter}1")
+                    assert found == (b"now", b"1", None)
+            async with (
+                Mirror(two.address, collection=collection) as fresh,
+                Mirror(two.address, path, collection=collection) as view,
+            ):
+                assert dict(view.items()) == dict(fresh.items())

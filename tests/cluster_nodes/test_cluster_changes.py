@@ -15,7 +15,7 @@ import pytest_asyncio
 from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.errors import DcpdError
 from dcp.server.cluster.operators import cluster_changes
-from dcp.server.observe.membership_over import MembershipOverError
+from dcp.server.observe.event_log import MembershipOverError
 from failover.coordinator.plans.requests import failover
 from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 from dcp.server.cluster.node_map import MAP_S, REPLICAS_S, MapPace
 
@@ -44,9 +45,10 @@ class Told:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
+        clock: Any = self.clock
         self.at_s: list[float] = []
         self.is_same = False
-        self.pace = MapPace(self.clock, self._show)
+        self.pace = MapPace(clock, self._show)
 
     def _show(self) -> None:
         if not self.is_same:

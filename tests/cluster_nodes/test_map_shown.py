@@ -22,7 +22,7 @@ from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import (
     ClusterKeys,

@@ -9,7 +9,7 @@ import pytest
 
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.joining.enrolment import ask
-from dcp.server.observe.membership_over import MembershipOverError
+from dcp.server.observe.event_log import MembershipOverError
 from failover.coordinator.records import AliveRecord, ClusterKeys, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
 from failover.replication.messages import FORMAT

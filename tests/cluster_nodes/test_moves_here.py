@@ -10,7 +10,7 @@ import pytest
 from clients.kv.client import KvClient
 from dcp.server.cluster.joining.enrolment import ask
 from dcp.server.node import Node
-from dcp.server.observe.membership_over import MembershipOverError
+from dcp.server.observe.event_log import MembershipOverError
 from failover.coordinator.plans.request_answers import Answer, Prepared, Stamp
 from failover.coordinator.plans.requests import drain, rebalance, remove, set_cluster
 from failover.coordinator.view import ClusterView

@@ -26,7 +26,7 @@ from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_fil
 from dcp.server.cluster.joining.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.node import Node
-from dcp.server.observe.membership_over import MembershipOverError
+from dcp.server.observe.event_log import MembershipOverError
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from dcp.wire.feature import Feature

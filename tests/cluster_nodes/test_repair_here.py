@@ -29,7 +29,7 @@ async def two_members(cluster: ClusterHere) -> None:
 
 
 async def merged(node: Node) -> None:
-    await node._compaction.compact(range(PARTITIONS), Windows(10**18, 1 << 40, 10**18))
+    await node.write.compaction.compact(range(PARTITIONS), Windows(10**18, 1 << 40, 10**18))
 
 
 def overwrite(path: Path, at: int, data: bytes) -> None:
@@ -64,10 +64,10 @@ async def test_damaged_blocks_come_from_other_copies(tmp_path: Path) -> None:
                     overwrite(path, at, bytes(PAGE_BYTES))  # the head, and LMDB's own
                 else:
                     overwrite(path, at + 20, draw.randbytes(3000))
-            node._scrubbing.start()
-            await until_so(lambda: node._scrubbing.status.passes == 1)
-            await until_so(lambda: not node._scrubbing.status.damages)
-            assert node._scrubbing.status.mended == len(pages)
+            node.write.scrubbing.start()
+            await until_so(lambda: node.write.scrubbing.status.passes == 1)
+            await until_so(lambda: not node.write.scrubbing.status.damages)
+            assert node.write.scrubbing.status.mended == len(pages)
             assert path.read_bytes() == sound
             for number in range(KEYS):
                 assert (await kv.get(b"key %d" % number)).value == value_of(number)
@@ -96,13 +96,13 @@ async def test_what_no_copy_can_read_stays_named(tmp_path: Path) -> None:
             overwrite(path, page * PAGE_BYTES + PAGE_BYTES, bytes(300))
         assert len(vb_ids) == 1, "the same block"
         for node in cluster.nodes.values():
-            node._scrubbing.start()
+            node.write.scrubbing.start()
         for node in cluster.nodes.values():
-            await until_so(lambda node=node: node._scrubbing.status.passes == 1)
+            await until_so(lambda node=node: node.write.scrubbing.status.passes == 1)
             await until_so(
                 lambda node=node: any(
                     line.event == "damage not mended from other copies" for line in node._log.lines
                 )
             )
-            assert [row.kind for row in node._scrubbing.status.damages] == ["block"]
-            assert node._scrubbing.status.mended == 0
+            assert [row.kind for row in node.write.scrubbing.status.damages] == ["block"]
+            assert node.write.scrubbing.status.mended == 0

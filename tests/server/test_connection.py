@@ -45,7 +45,7 @@ async def test_failure_amid_commands_leaves_no_other_writer_waiting(
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b"", "cut, without an answer"
             if groups[0] > node.engine.commits.committed_group:
-                await node._commits.wait(groups[0])  # which, unlike others, asks nobody to write
+                await node.write.commits.until_synced(groups[0])
         writer.close()
         assert node.meter.session_failures == 1
         assert "a failure amid commands" in caplog.text

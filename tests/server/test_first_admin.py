@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.access.first_admin import FIRST_ADMIN
-from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.access.users import FIRST_ADMIN, USERS_FILE, Users
 from support.raw_client import login
 from support.server import DcpdProcess
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import LiveSettings
 from support.cluster_here import node_here
 
 CHANGES = {
@@ -30,9 +30,9 @@ def test_every_live_setting_reaches_its_part(
             for key, value in CHANGES.items():
                 node.live.change(key, value)
                 assert node.about.settings()[key] == value
-            windows, connections = node._compaction.windows, node.connections
+            windows, connections = node.write.compaction.windows, node.connections
             assert windows == (7200 * 10**9, 3 << 20, 4 * 3600 * 10**9)
-            assert node._compaction.interval_s == 3
+            assert node.write.compaction.interval_s == 3
             assert connections.newcomers.connections_max == 50
             assert connections.receive_buffers.bytes_max == 64 << 20
             assert connections.send_buffers.bytes_max == 65 << 20
@@ -41,8 +41,8 @@ def test_every_live_setting_reaches_its_part(
             assert node.engine.item_cache.bytes_max == 2 << 20
             assert node.engine.keyspace.memtable_bytes_max == 5 << 20
             assert node.meter.slow.slow_s == 0.005
-            assert node._backpressure.wait_s == 4
-            assert node._scrubbing.period_s == 3 * 86400
+            assert node.write.backpressure.wait_s == 4
+            assert node.write.scrubbing.period_s == 3 * 86400
             monkeypatch.setattr(resource, "getrlimit", lambda _which: (1000, 1000))
             with pytest.raises(ValueError, match="at most 680: the process may have 1000 files"):
                 node.live.change("connections_max", "900")

@@ -208,7 +208,7 @@ async def test_a_server_slows_its_writers_down_while_a_merge_runs(
     ):
         for number in range(4):
             assert (await client.ask(set_packet(number))).status == Status.OK
-        await until(node._merging.left_s)
+        await until(node.write.merging.left_s)
         assert node.engine.keyspace.frozen_bytes >= PACED_FROM * (1 << 20)
         assert await paced_seconds(node) == 0.0, "nothing was written beside it"
         assert (await client.ask(set_packet(4))).status == Status.OK

@@ -126,6 +126,6 @@ async def test_changes_during_the_stores_start_wait_for_their_group(
         answer = await client.receive()
         assert answer is not None
         assert answer.status == Status.OK
-        await until_here(lambda: node._merging.count)
+        await until_here(lambda: node.write.merging.count)
         late = pack_request(Opcode.GET, key=b"late", vb_id=vbucket_of(b"late"))
         assert (await client.ask(late)).value == b"v"

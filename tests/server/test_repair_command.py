@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dcp.wire.frame import pack_request
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.lmdb_layout import PAGE_BYTES, layout_of
-from support.raw_client import RawClient
-from support.server import DcpdProcess
-from vbucket.model.ids import vbucket_of
+from support.raw_client import set_all
+from support.server import DcpdProcess, command, printed
 
 KEYS = 1_600
 ARGUMENTS = ("--partitions", "64", "--item-cache-bytes", "0")
-
-
-def dcpctl(node: DcpdProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clients.cli", "--server", node.address, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def done(node: DcpdProcess, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def value_of(number: int, version: int) -> bytes:
@@ -38,25 +21,16 @@ def value_of(number: int, version: int) -> bytes:
 
 
 def write(server: DcpdProcess, version: int, numbers: range) -> None:
-    with RawClient(server.port) as client:
-        client.send(
-            b"".join(
-                pack_request(
-                    Opcode.SETQ, key=b"key %d" % number, value=value_of(number, version),
-                    extras=bytes(8), vb_id=vbucket_of(b"key %d" % number, 64),
-                )
-                for number in numbers
-            )
-        )  # fmt: skip
-        assert client.ask(Opcode.NOOP).status == Status.OK
+    documents = ((b"key %d" % number, value_of(number, version)) for number in numbers)
+    set_all(server.port, documents, 64)
 
 
 def damages(server: DcpdProcess) -> list[dict[str, Any]]:
     """Have everything read, and return what is damaged then."""
-    passes = json.loads(dcpctl(server, "scrub", "status", "-o", "json").stdout)["passes"]
-    done(server, "scrub", "start")
+    passes = json.loads(command(server, "scrub", "status", "-o", "json").stdout)["passes"]
+    printed(server, "scrub", "start")
     while True:
-        report = json.loads(dcpctl(server, "scrub", "status", "-o", "json").stdout)
+        report = json.loads(command(server, "scrub", "status", "-o", "json").stdout)
         if report["passes"] > passes:
             found: list[dict[str, Any]] = report["damages"]
             return found
@@ -75,15 +49,15 @@ def test_blocks_come_from_an_archive(tmp_path: Path) -> None:
     with DcpdProcess(folder, *ARGUMENTS) as server:
         write(server, 1, range(KEYS))
         write(server, 2, range(0, KEYS, 3))
-        done(server, "backup", "run", "--archive", archive)
-        done(server, "compact")
-        assert "nothing is damaged" in done(server, "repair", "--from-backup", archive)
+        printed(server, "backup", "run", "--archive", archive)
+        printed(server, "compact")
+        assert "nothing is damaged" in printed(server, "repair", "--from-backup", archive)
         sound = path.read_bytes()
         blocks = sorted(layout_of(folder / "store")["by_seqno"].large)
         zero(path, blocks[3] * PAGE_BYTES + PAGE_BYTES, 700)  # amid versions
         zero(path, blocks[9] * PAGE_BYTES, PAGE_BYTES)  # the head of a block
         assert [row["kind"] for row in damages(server)] == ["block", "block"]
-        told = done(server, "repair", "--from-backup", archive)
+        told = printed(server, "repair", "--from-backup", archive)
         assert told.count(": repaired\n") == 2
         assert path.read_bytes() == sound
         assert damages(server) == []
@@ -94,13 +68,13 @@ def test_blocks_come_from_an_archive(tmp_path: Path) -> None:
 
         # What an archive does not have is refused, and nothing older replaces anything.
         write(server, 3, range(KEYS))
-        done(server, "compact")
+        printed(server, "compact")
         blocks = sorted(layout_of(folder / "store")["by_seqno"].large.items(),
                         key=lambda item: item[1][2:])  # fmt: skip
         zero(path, blocks[-1][0] * PAGE_BYTES, PAGE_BYTES)
         before = path.read_bytes()
         (row,) = damages(server)
-        refused = dcpctl(server, "repair", "--from-backup", archive)
+        refused = command(server, "repair", "--from-backup", archive)
         assert refused.returncode == 8
         assert "the archive does not have it: seqno" in refused.stdout
         assert path.read_bytes() == before
@@ -110,8 +84,8 @@ def test_blocks_come_from_an_archive(tmp_path: Path) -> None:
         with DcpdProcess(tmp_path / "second", *ARGUMENTS) as second:
             for version in (1, 2, 3):
                 write(second, version, range(KEYS))
-            done(second, "backup", "run", "--archive", other)
-        refused = dcpctl(server, "repair", "--from-backup", other)
+            printed(second, "backup", "run", "--archive", other)
+        refused = command(server, "repair", "--from-backup", other)
         assert refused.returncode == 8
         assert f"seqno {row['seqnos'][1]} is of version" in refused.stdout
         assert path.read_bytes() == before

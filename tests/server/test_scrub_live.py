@@ -6,32 +6,17 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
-from support.raw_client import RawClient
-from support.server import DcpdProcess
+from support.raw_client import RawClient, set_all
+from support.server import DcpdProcess, command, printed
 from vbucket.model.ids import vbucket_of
 
 KEYS = 2_000
-
-
-def dcpctl(node: DcpdProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "clients.cli", "--server", node.address, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def done(node: DcpdProcess, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def value_of(number: int) -> bytes:
@@ -39,27 +24,18 @@ def value_of(number: int) -> bytes:
 
 
 def write(server: DcpdProcess) -> None:
-    with RawClient(server.port) as client:
-        client.send(
-            b"".join(
-                pack_request(
-                    Opcode.SETQ, key=key, value=value_of(number), extras=bytes(8),
-                    vb_id=vbucket_of(key, 64),
-                )
-                for number, key in enumerate(b"key %04d" % number for number in range(KEYS))
-            )
-        )  # fmt: skip
-        assert client.ask(Opcode.NOOP).status == Status.OK
+    documents = ((b"key %04d" % number, value_of(number)) for number in range(KEYS))
+    set_all(server.port, documents, 64)
 
 
 def status_of(server: DcpdProcess) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(dcpctl(server, "scrub", "status", "-o", "json").stdout)
+    report: dict[str, Any] = json.loads(command(server, "scrub", "status", "-o", "json").stdout)
     return report
 
 
 def scrubbed(server: DcpdProcess, passes: int) -> dict[str, Any]:
     """Have everything read; return what the scrubber says then."""
-    done(server, "scrub", "start")
+    printed(server, "scrub", "start")
     while True:
         report = status_of(server)
         if report["passes"] >= passes and not report["is_running"]:
@@ -79,12 +55,12 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     with DcpdProcess(folder, "--partitions", "64") as server:
         write(server)
-        assert dcpctl(server, "compact").returncode == 0
+        assert command(server, "compact").returncode == 0
         write(server)  # the log has something, too
         whole = scrubbed(server, 1)
         assert whole["damages"] == []
         assert whole["read_bytes"] > KEYS * 900
-        assert "nothing is damaged" in done(server, "status")
+        assert "nothing is damaged" in printed(server, "status")
 
         tables = layout_of(folder / "store")
         block = max(tables["by_seqno"].large)
@@ -96,7 +72,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         flip(segment, 40_000)
 
         report = scrubbed(server, 2)
-        named = dcpctl(server, "scrub", "status")
+        named = command(server, "scrub", "status")
         assert named.returncode == 1
         found = {row["kind"]: row for row in report["damages"]}
         assert set(found) == {"block", "pages", "log"}, report["damages"]
@@ -111,7 +87,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
             assert row["file"] in named.stdout
         audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
         assert sum(line["event"] == "damage" for line in audit) == 3
-        assert "3 damages" in done(server, "status")
+        assert "3 damages" in printed(server, "status")
 
 
 def wrong_answers(server: DcpdProcess) -> dict[int, int]:
@@ -135,7 +111,7 @@ def test_what_the_folder_can_prove_is_mended(tmp_path: Path) -> None:
     arguments = ("--partitions", "64", "--item-cache-bytes", "0")
     with DcpdProcess(folder, *arguments) as server:
         write(server)
-        assert dcpctl(server, "compact").returncode == 0
+        assert command(server, "compact").returncode == 0
         tables = layout_of(folder / "store")
         sound = path.read_bytes()
         keys, blocks = tables["by_key"], tables["by_seqno"]
@@ -163,11 +139,11 @@ def test_what_the_folder_can_prove_is_mended(tmp_path: Path) -> None:
 
         write(server)
         overwrite(folder / "store", max(layout_of(folder / "store")["by_key"].leaves), "zeros")
-        assert dcpctl(server, "compact").returncode == 0
+        assert command(server, "compact").returncode == 0
         assert "quarantined" not in server.output
         assert wrong_answers(server) == {}
         assert server.stop() == 0
-    verified = dcpctl(server, "verify", str(folder))
+    verified = command(server, "verify", str(folder))
     assert verified.returncode == 0, verified.stdout
 
 
@@ -175,7 +151,7 @@ def test_a_pass_goes_on_after_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     with DcpdProcess(folder, "--partitions", "64", "--scrub-period", "0") as server:
         write(server)
-        assert dcpctl(server, "compact").returncode == 0
+        assert command(server, "compact").returncode == 0
         began = scrubbed(server, 1)["began_s"]
         assert server.stop() == 0
     kept = json.loads((folder / "scrub.json").read_text())

@@ -11,8 +11,8 @@ import pytest
 
 from dcp.core.store_schedule import Work
 from dcp.server.config.settings import Settings
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.storage import failover_logs
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.failover_logs import FailoverLogs

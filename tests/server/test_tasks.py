@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 
 
 async def test_a_failure_is_told_and_the_others_go_on() -> None:

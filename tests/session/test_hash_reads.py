@@ -104,6 +104,28 @@ def test_a_long_list_goes_on_where_it_ended(
     assert [version.key for version in found] == sorted(KEYS[3:200])
 
 
+def test_long_work_takes_turns_and_gives_the_same(
+    node: MemoryNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = node.connect()
+    for key in KEYS[150:280]:
+        peer.set(0, key, b"not merged")
+    node.commit()
+    wanted = asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0))
+    monkeypatch.setattr("vbucket.engine.hashes.STEP_KEYS", 10)
+    for module in ("engine", "store"):
+        monkeypatch.setattr(f"vbucket.{module}.hashes.ROWS_AT_ONCE", 20)
+    entered: list[object] = []
+    enter = peer.state.long_queue.enter
+    monkeypatch.setattr(
+        peer.state.long_queue, "enter", lambda *args: (entered.append(args), enter(*args))
+    )
+    found = asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0))
+    assert len(entered) == 2
+    assert [each.value for each in found] == [each.value for each in wanted]
+    assert len(versions_in(found[1].value)) == 277
+
+
 def test_documents_come_by_their_seqnos(node: MemoryNode) -> None:
     peer = node.connect()
     versions = {version.key: version for version in all_versions(peer)}
@@ -173,7 +195,7 @@ def test_it_takes_the_rights_of_a_stream(node: MemoryNode) -> None:
         (Rights({Role.READ: (EVERYTHING,), Role.WRITE: (EVERYTHING,)}), Status.EACCESS),
         (Rights({Role.STREAM: (EVERYTHING,), Role.READ: (Scope(b"k"),)}), Status.EACCESS),
     ):
-        peer.state.rights = rights
+        peer.state.login.rights = rights
         assert asked(peer, What.HASHES).status == status
 
 

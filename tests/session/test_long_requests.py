@@ -57,7 +57,8 @@ class Slow:
         self.node = node
         self.peer: Peer = aware_peer(node)
         if queue is not None:
-            self.peer.state.long_queue = queue
+            state = self.peer.state
+            state.shared = state.shared._replace(long_queue=queue)
 
     def begin(self, opcode: int, value: bytes, **parts: int | bytes) -> None:
         """Send a request that is not answered yet."""
@@ -305,8 +306,8 @@ def test_not_too_many_wait() -> None:
 
 def test_results_are_bounded(node: MemoryNode) -> None:
     peer = aware_peer(node)
-    limits = peer.state.limits._replace(value_bytes_max=len(DOCUMENT))
-    peer.state.limits = limits
+    limits = peer.state.shared.limits._replace(value_bytes_max=len(DOCUMENT))
+    peer.state.shared = peer.state.shared._replace(limits=limits)
     asked = lookup_value(*[(GET, 0, b"list")] * 4, (GET, 0, b"n"))
     answer = peer.ask(Opcode.SUBDOC_MULTI_LOOKUP, vb_id=5, key=b"doc", value=asked)
     found = results(answer.value)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from dcp.session.node_facts import Limits
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
@@ -110,9 +110,9 @@ def test_the_server_decides_whether_a_value_is_json(
 
 def test_the_text_protocol_and_counters_store_json_too(node: MemoryNode) -> None:
     text = SessionState(
-        engine=node.engine, hub=node.hub, facts=node,
-        login=ClientLogin(OpenDoor(), peer_is_loopback=True), limits=Limits(),
-    )  # fmt: skip
+        SessionParts.of(node.engine, node.hub, node, Limits()),
+        ClientLogin(OpenDoor(), peer_is_loopback=True),
+    )
     TextSession(text).receive(b'set t 0 0 7\r\n{"a":1}\r\n', node.now_ns)
     assert text.answers[-1] == b"STORED\r\n"
     vb_id = vbucket_of(b"t", node.engine.num_vbuckets)

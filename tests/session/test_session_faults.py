@@ -40,7 +40,7 @@ def get(peer, vb_id=1):
 
 
 def test_a_fault_answers_its_status_and_says_so(peer):
-    fault = peer.state.faults.add(draw=always, opcode=Opcode.GET, status=Status.ETMPFAIL)
+    fault = peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, status=Status.ETMPFAIL)
     answer = peer.ask(Opcode.GET, vb_id=1, key=b"key", opaque=9)
     assert (answer.status, answer.opaque) == (Status.ETMPFAIL, 9)
     assert b"fault 1 is set" in answer.value
@@ -50,13 +50,13 @@ def test_a_fault_answers_its_status_and_says_so(peer):
 
 
 def test_a_fault_is_gone_after_its_count(peer):
-    peer.state.faults.add(draw=always, opcode=Opcode.GET, status=Status.EBUSY, count=2)
+    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, status=Status.EBUSY, count=2)
     assert [get(peer) for _ in range(3)] == [Status.EBUSY, Status.EBUSY, Status.OK]
-    assert peer.state.faults.rules == []
+    assert peer.state.shared.faults.rules == []
 
 
 def test_a_fault_meets_one_partition_and_no_command_without_one(peer):
-    peer.state.faults.add(draw=always, vb_id=0, status=Status.EBUSY)
+    peer.state.shared.faults.add(draw=always, vb_id=0, status=Status.EBUSY)
     assert get(peer, 0) == Status.EBUSY
     assert get(peer, 1) == Status.OK
     assert peer.ask(Opcode.NOOP).status == Status.OK, "its vbucket field means nothing"
@@ -65,27 +65,27 @@ def test_a_fault_meets_one_partition_and_no_command_without_one(peer):
 @pytest.mark.all_partitions
 def test_a_fault_finds_the_partition_of_a_client_that_knows_none(node):
     peer = node.connect()  # neither HELLO nor SELECT_BUCKET
-    peer.state.faults.add(draw=always, vb_id=vbucket_of(b"key"), status=Status.EBUSY)
+    peer.state.shared.faults.add(draw=always, vb_id=vbucket_of(b"key"), status=Status.EBUSY)
     assert peer.ask(Opcode.GET, key=b"key").status == Status.EBUSY
     assert peer.ask(Opcode.GET, key=b"other").status == Status.KEY_ENOENT
 
 
 def test_a_fault_meets_the_quiet_form_too(peer):
-    peer.state.faults.add(draw=always, opcode=Opcode.SET, status=Status.ENOMEM)
+    peer.state.shared.faults.add(draw=always, opcode=Opcode.SET, status=Status.ENOMEM)
     (answer,) = peer.send(pack_request(Opcode.SETQ, vb_id=1, key=b"key", extras=bytes(8)))
     assert (answer.opcode, answer.status) == (Opcode.SETQ, Status.ENOMEM)
 
 
 def test_a_fault_of_any_command_meets_the_handshake(node):
     peer = node.connect()
-    peer.state.faults.add(draw=always, status=Status.EBUSY, count=1)
+    peer.state.shared.faults.add(draw=always, status=Status.EBUSY, count=1)
     assert peer.hello().status == Status.EBUSY
     assert peer.hello().status == Status.OK
 
 
 def test_rollback_names_its_seqno_and_not_my_vbucket_brings_map(peer):
     peer.open()
-    faults = peer.state.faults
+    faults = peer.state.shared.faults
     faults.add(draw=always, opcode=Opcode.DCP_STREAM_REQ, status=Status.ROLLBACK,
                rollback_seqno=5, count=1)  # fmt: skip
     faults.add(draw=always, status=Status.NOT_MY_VBUCKET, opcode=Opcode.GET)
@@ -96,7 +96,7 @@ def test_rollback_names_its_seqno_and_not_my_vbucket_brings_map(peer):
 
 
 def test_a_disconnect_answers_what_came_before_and_nothing_after(peer):
-    peer.state.faults.add(draw=always, opcode=Opcode.GET, disconnects=True)
+    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, disconnects=True)
     frames = peer.send(
         pack_request(Opcode.NOOP, opaque=1)
         + pack_request(Opcode.GET, vb_id=1, key=b"key", opaque=2)
@@ -109,7 +109,7 @@ def test_a_disconnect_answers_what_came_before_and_nothing_after(peer):
 
 def test_a_delay_holds_up_the_request_and_all_behind_it(node, peer):
     """Answers keep the order of the requests, so what follows waits too; more may arrive."""
-    peer.state.faults.add(draw=always, opcode=Opcode.GET, delay_ms=100, count=1)
+    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, delay_ms=100, count=1)
     session, state = peer.session, peer.state
     state.answers.clear()
     packets = [
@@ -129,7 +129,7 @@ def test_a_delay_holds_up_the_request_and_all_behind_it(node, peer):
 
 
 def test_a_delay_can_come_before_an_error(peer):
-    fault = peer.state.faults.add(draw=always, delay_ms=1, status=Status.EBUSY, count=1)
+    fault = peer.state.shared.faults.add(draw=always, delay_ms=1, status=Status.EBUSY, count=1)
     peer.session.receive(pack_request(Opcode.NOOP), START_NS)
     peer.session.resume(START_NS + MS)
     (frame,) = peer.decoder.feed(b"".join(peer.state.answers))
@@ -141,7 +141,7 @@ def test_what_is_never_answered_is_swallowed(node, peer):
     peer.open()
     peer.control(b"connection_buffer_size", b"100")
     peer.producer.unacked_bytes = 100
-    peer.state.faults.add(draw=always, opcode=Opcode.DCP_BUFFER_ACK, status=Status.EINVAL)
+    peer.state.shared.faults.add(draw=always, opcode=Opcode.DCP_BUFFER_ACK, status=Status.EINVAL)
     ack = pack_request(Opcode.DCP_BUFFER_ACK, extras=(100).to_bytes(4, "big"))
     assert peer.send(ack) == []
     assert peer.producer.unacked_bytes == 100
@@ -149,7 +149,7 @@ def test_what_is_never_answered_is_swallowed(node, peer):
 
 def test_answers_of_a_client_meet_no_fault(peer):
     peer.open()
-    peer.state.faults.add(draw=always, disconnects=True)
+    peer.state.shared.faults.add(draw=always, disconnects=True)
     peer.send(b"\x81\x5c" + bytes(22))
     assert not peer.state.is_closing
 

@@ -112,12 +112,12 @@ def test_a_refusal_is_answered_and_what_follows_is_refused_too(waiting: Waiting)
 
 @pytest.mark.parametrize("status", [Status.EBUSY, Status.ETMPFAIL])
 def test_a_login_that_was_put_off_is_no_wrong_one(waiting: Waiting, status: Status) -> None:
-    for _ in range(waiting.state.limits.login_failures_max + 1):
+    for _ in range(waiting.state.shared.limits.login_failures_max + 1):
         waiting.receive(plain())
         (answer,) = waiting.conclude(AuthStep(status, claimed="alice", why="later"))
         assert answer.status == status
     assert not waiting.state.is_closing
-    for _ in range(waiting.state.limits.login_failures_max):
+    for _ in range(waiting.state.shared.limits.login_failures_max):
         assert not waiting.state.is_closing
         waiting.receive(plain())
         waiting.conclude(WRONG)

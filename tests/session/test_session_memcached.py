@@ -123,7 +123,7 @@ def test_a_user_needs_the_role_admin(peer: Peer) -> None:
     for argument in (b" on", b" dump"):
         (refused,) = detail(peer, argument)
         assert refused.status == Status.EACCESS
-    assert not peer.state.prefixes.is_on
+    assert not peer.state.shared.prefixes.is_on
 
 
 def test_text_clients_count_and_read_the_same_table(node: MemoryNode) -> None:

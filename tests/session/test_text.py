@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.session.node_facts import Limits
-from dcp.session.state import ANSWER_BYTES_MAX, ClientLogin, SessionState
+from dcp.session.state import ANSWER_BYTES_MAX, ClientLogin, SessionParts, SessionState
 from dcp.session.text import LINE_BYTES_MAX, TextSession, begins_text
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -28,11 +28,8 @@ class TextPeer:
     def __init__(self, node: MemoryNode, *, is_loopback: bool = True, **limits: int) -> None:
         self.node = node
         self.state = SessionState(
-            engine=node.engine,
-            hub=node.hub,
-            facts=node,
-            login=ClientLogin(OpenDoor(), peer_is_loopback=is_loopback),
-            limits=Limits(**limits),
+            SessionParts.of(node.engine, node.hub, node, Limits(**limits)),
+            ClientLogin(OpenDoor(), peer_is_loopback=is_loopback),
         )
         self.session = TextSession(self.state)
 

@@ -161,7 +161,7 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
-        self._manifest = SharedManifest(self.session, self.engine, store, self.core.resolve_counts)
+        self._manifest = SharedManifest(self.session, self.engine, store, self.core)
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
         self.watch = NodeWatch(self._tell, self.engine.partitions)

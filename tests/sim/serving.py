@@ -18,7 +18,7 @@ from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.replication_port import NEWS_WAIT_NS, ReplicationPort
 from dcp.session.session import Session
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.snapshots import Message
 from sim.clock import Clock
@@ -67,12 +67,8 @@ class ServedConnection:
         self.name = side.name
         side.handler = self
         self.state = SessionState(
-            engine=node.engine,
-            hub=node.hub,
-            facts=node.facts,
-            login=ClientLogin(node.authenticator, peer_is_loopback=True),
-            limits=LIMITS,
-            scans=node.scans,
+            SessionParts.of(node.engine, node.hub, node.facts, LIMITS, scans=node.scans),
+            ClientLogin(node.authenticator, peer_is_loopback=True),
             replication=node.replication,
             has_replicas=node.replication is not None,
         )

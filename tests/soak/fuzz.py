@@ -169,7 +169,7 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
         answers = b"".join(state.answers)
         state.answers.clear()
         state.notes.clear()
-        assert len(answers) <= 2 * ANSWER_BYTES_MAX + state.limits.value_bytes_max
+        assert len(answers) <= 2 * ANSWER_BYTES_MAX + state.shared.limits.value_bytes_max
         if not is_text:
             decoder.feed(answers)
         while state.is_full:
@@ -177,7 +177,7 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
             state.answers.clear()
             state.notes.clear()
         kept = session._buffer if isinstance(session, TextSession) else state.buffer
-        assert len(kept) <= state.limits.value_bytes_max + BODY_EXTRA_BYTES + 24 + size
+        assert len(kept) <= state.shared.limits.value_bytes_max + BODY_EXTRA_BYTES + 24 + size
     if state.is_closing:
         assert state.close_reason, "a connection closes with a reason"
 

@@ -196,12 +196,12 @@ class Damager:
 
 
 async def merged(node: Node) -> None:
-    await node._compaction.compact(range(PARTITIONS), Windows(10**18, 1 << 40, 10**18))
+    await node.write.compaction.compact(range(PARTITIONS), Windows(10**18, 1 << 40, 10**18))
 
 
 async def one(node: Node, damager: Damager) -> tuple[Hit, str, float] | None:
     """Damage a page, and return what became of it and after how long."""
-    scrubbing = node._scrubbing
+    scrubbing = node.write.scrubbing
     hit = damager.hit()
     if hit is None:
         return None

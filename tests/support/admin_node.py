@@ -9,8 +9,8 @@ import logging
 from types import SimpleNamespace
 
 from dcp.server.access.access import Access
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import LiveSettings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.operate.collection_changes import CollectionsRefusedError

@@ -25,7 +25,7 @@ from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.feature import Feature
@@ -320,12 +320,8 @@ class Peer:
     def __init__(self, node: MemoryNode, *, is_loopback: bool, limits: Limits) -> None:
         self.node = node
         self.state = SessionState(
-            engine=node.engine,
-            hub=node.hub,
-            facts=node,
-            login=ClientLogin(OpenDoor(), peer_is_loopback=is_loopback),
-            limits=limits,
-            scans=node.scans,
+            SessionParts.of(node.engine, node.hub, node, limits, scans=node.scans),
+            ClientLogin(OpenDoor(), peer_is_loopback=is_loopback),
         )
         self.session = Session(self.state)
         self.decoder = FrameDecoder()

@@ -9,6 +9,7 @@ import select
 import socket
 import ssl
 from base64 import b64encode
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.model.ids import vbucket_of
 
 TIMEOUT_S = 20.0
 
@@ -205,3 +207,18 @@ async def ask(
             headers = (*headers, f"content-length: {len(body)}")
         await connection.send(request(method, path, *headers, host=host) + body)
         return await connection.answer()
+
+
+def set_all(port: int, documents: Iterable[tuple[bytes, bytes]], partitions: int) -> None:
+    """Set documents, and return when all are answered for."""
+    with RawClient(port) as client:
+        client.send(
+            b"".join(
+                pack_request(
+                    Opcode.SETQ, key=key, value=value, extras=bytes(8),
+                    vb_id=vbucket_of(key, partitions),
+                )
+                for key, value in documents
+            )
+        )  # fmt: skip
+        assert client.ask(Opcode.NOOP).status == Status.OK

@@ -12,7 +12,7 @@ from dcp.core.groups import Published, WriteGroup
 from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.replication_port import FeedAnswer
 from dcp.session.session import Session
-from dcp.session.state import ClientLogin, SessionState
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.wire.frame import Frame, FrameDecoder
 from dcp.wire.message import StreamRequest
 from dcp.wire.opcode import Opcode
@@ -202,11 +202,13 @@ class ReplicaPair:
             raise AssertionError("the replica does not follow the master")
         self._link = replica.core.replica.links[MASTER]
         self._state = SessionState(
-            engine=node.engine, hub=node.hub, facts=node,
-            login=ClientLogin(OpenDoor(), peer_is_loopback=True),
-            limits=node.connect().state.limits, scans=node.scans,
-            replication=self.master.core.master, has_replicas=True,
-        )  # fmt: skip
+            SessionParts.of(
+                node.engine, node.hub, node, node.connect().state.shared.limits, scans=node.scans
+            ),
+            ClientLogin(OpenDoor(), peer_is_loopback=True),
+            replication=self.master.core.master,
+            has_replicas=True,
+        )
         self._state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         self._session = Session(self._state)
 

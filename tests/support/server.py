@@ -116,12 +116,22 @@ async def ctl(
 STATUS = "/api/v1/cluster/status"
 
 
+def command(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run dcpctl."""
+    program = [sys.executable, "-m", "clients.cli", "--server", node.address]
+    return subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)
+
+
+def printed(node: DcpServer, *arguments: str) -> str:
+    """Run dcpctl; return what it prints."""
+    run = command(node, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
-         "cluster", *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    """Run `dcpctl cluster`."""
+    return command(node, "--timeout", "30", "cluster", *arguments)
 
 
 def done(node: DcpServer, *arguments: str) -> str:

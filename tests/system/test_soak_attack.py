@@ -114,7 +114,7 @@ def test_a_page_that_is_outdated_is_refused_or_answered_right(stage: Stage) -> N
 
 
 def test_a_cluster_whose_metadata_store_goes_back_loses_nothing(stage: Stage) -> None:
-    outcome = run_case(4, stage, "restored store")
+    outcome = run_case(3, stage, "restored store")
     assert outcome.reason == ""
     assert "documents" in outcome.case.words
 

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import MemoryNode
+from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.hashes import Hashed, hashed, listed
 from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.native import key_hashes
 from vbucket.native.key_hashes import (
     BITS_MAX,
@@ -27,6 +29,7 @@ from vbucket.native.key_hashes import (
     hash_of_key,
     rows_of_buckets,
 )
+from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.hashes import counted_hashes, put_hashes
 
 T = TypeVar("T")
@@ -166,6 +169,42 @@ def test_a_store_without_tables_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     peer.set(0, NAMES[0], b"w")
     node.merge()
     assert kept(node) == of_now(node).hashes != wanted
+
+
+def test_what_is_damaged_is_not_counted_and_harms_no_merge() -> None:
+    """A merge needs the records that it replaces, not those of other keys."""
+    node = MemoryNode(partitions=2)
+    peer = node.connect()
+    for name in NAMES[:100]:
+        peer.set(0, name, b"v")
+    node.merge()
+    assert isinstance(node.env, MemoryEnv)
+    del node.env.tables["meta"][b"hashes\0\0"]
+    node.env.flip("by_key", b"\0\0\0" + NAMES[7], 5, 1)
+    peer.set(0, NAMES[0], b"w")
+    node.begin_merge()
+    node.end_merge()
+    assert node.store.quarantine() == {}
+    assert kept(node) is None
+
+
+def test_the_offline_check_counts_them() -> None:
+    node = MemoryNode(partitions=2)
+    peer = node.connect()
+    for name in NAMES[:100]:
+        peer.set(0, name, b"v")
+    node.merge()
+    record = node.store.partition(0)
+    assert record is not None
+
+    def found() -> list[tuple[str, str]]:
+        check = PartitionCheck(node.env.snapshot(), 0, record, INITIAL_MANIFEST)
+        return [(finding.kind, finding.what) for finding in check.findings()]
+
+    assert found() == []
+    with node.env.write() as write:
+        put_hashes(write, 0, record, {0: KeyHashes(0, 100)})
+    assert found() == [("count", "the hashes of collection 0x0 are not those of its documents")]
 
 
 def test_work_that_a_merge_interrupts_begins_again() -> None:

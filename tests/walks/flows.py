@@ -173,8 +173,8 @@ async def _stream_walks(tracer: Tracer, port: int, kv: Peer) -> None:
 
 async def _store_walk(tracer: Tracer, node: Node, port: int) -> None:
     node.engine.keyspace.merge_soon()
-    node._groups.begin_merge()
-    node._committer.kick()
+    node.write.groups.begin_merge()
+    node.write.committer.kick()
     for _ in range(100):
         await asyncio.sleep(0.1)
         if not node.engine.keyspace.is_merging and not node.engine.keyspace.active_bytes:

@@ -23,7 +23,7 @@ from vbucket.engine.versions import Versions
 from vbucket.model.entry import is_deleted
 from vbucket.model.manifest import encode_leb128
 from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row, rows_of_buckets
-from vbucket.store.hashes import form_of
+from vbucket.store.hashes import ROWS_AT_ONCE, form_of
 from vbucket.store.key_record import BY_KEY_RECORD, by_key_items
 
 STEP_KEYS: Final = 1000
@@ -139,11 +139,13 @@ def _table_of(
         return tables.get(collection_id) or KeyHashes()
     table = KeyHashes(BITS_MAX)
     first = work.form.prefix
-    while rows := versions.stored_rows(part, first, work.form.prefix):
+    while True:
+        rows = versions.stored_rows(part, first, work.form.prefix)
         table.change([], rows, work.form)
+        if len(rows) < ROWS_AT_ONCE:
+            return table
         first = rows[-1][0][2:] + b"\0"
         yield from work.pause()
-    return table
 
 
 def _rows(
@@ -161,15 +163,17 @@ def _rows(
     found = rows_of_buckets(work.rows_of(keys), form, bits, wanted)
     limit = bytes_max
     is_over = work.record is None
-    while not is_over and limit > 0:
+    while not is_over:
         rows = versions.stored_rows(part, next_key, form.prefix)
-        is_over = not rows
-        if rows:
+        is_over = len(rows) < ROWS_AT_ONCE
+        more = rows_of_buckets(rows, form, bits, wanted)
+        more = [row for row in more if row[0][2:] not in work.newest]
+        found += more
+        limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
+        if not is_over:
             next_key = rows[-1][0][2:] + b"\0"
-            more = rows_of_buckets(rows, form, bits, wanted)
-            more = [row for row in more if row[0][2:] not in work.newest]
-            found += more
-            limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
+            if limit <= 0:
+                break
             yield from work.pause()
     found.sort()
     if not is_over:

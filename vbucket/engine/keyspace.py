@@ -343,7 +343,8 @@ class Keyspace:
                 if prev_seqno > part.purge_seqno and not self.manifest.is_gone(collection_of(key)):
                     raise StoreDamagedError(
                         f"partition {part.vb_id}: a rollback needs seqno {prev_seqno} of key "
-                        f"{key!r}, which the store does not have; restore a backup"
+                        f"{key!r}, which the store does not have; restore a backup",
+                        part.vb_id,
                     )
                 entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry

@@ -249,7 +249,8 @@ class ReadView:
             raise StoreDamagedError(
                 f"partition {self.vb_id}: seqno {seqno} of key {key!r} is missing; check the disk "
                 "and "
-                "restore a backup"
+                "restore a backup",
+                self.vb_id,
             )
         return entry
 

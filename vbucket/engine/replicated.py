@@ -56,9 +56,9 @@ class ReplicatedChanges:
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
-        self.damages: set[str] = set()
+        self.damages: set[int] = set()
         """What `settle` met. The caller empties it."""
-        self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
+        self._presumed = DeferredLookups(store, engine.keyspace)
         self.group_run = group_run(
             engine.partitions, self._presumed.presumed, self._linked_one, self._apply_one
         )
@@ -206,7 +206,8 @@ class ReplicatedChanges:
         try:
             self._presumed.settle()
         except StoreDamagedError as error:
-            self.damages.add(str(error))
+            if error.vb_id is not None:
+                self.damages.add(error.vb_id)
 
     def forget(self, vb_id: int) -> None:
         """A partition is cut back: nothing of before counts any more."""

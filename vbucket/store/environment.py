@@ -9,7 +9,6 @@ Keys are 1 to 511 bytes (LMDB's limit), in the order of their bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
@@ -25,6 +24,11 @@ Buffer: TypeAlias = bytes | memoryview
 
 class StoreDamagedError(Exception):
     """Stored data is damaged: it is not what was written. It must not be served."""
+
+    def __init__(self, text: str, vb_id: int | None = None) -> None:
+        super().__init__(text)
+        self.vb_id = vb_id
+        """The partition in which it is; None: that is not known, or it is in all of them."""
 
 
 class WriteLostError(StoreDamagedError):
@@ -48,15 +52,14 @@ class StoreFailedError(Exception):
     """The database failed; the transaction did not happen."""
 
 
-_PARTITION: Final = re.compile(r"partition (\d+):")
 _OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
 """Tables of the store whose keys begin with a partition's id."""
 
 
-def partition_in(why: str) -> int | None:
-    """Return the partition that a text of damage begins with; None: it names none."""
-    found = _PARTITION.match(why)
-    return None if found is None else int(found[1])
+def partition_of(table: str, key: bytes) -> int | None:
+    """Return the partition of a key of the store; None: the table is one of the whole node."""
+    is_of_one = key and (table in _OF_PARTITIONS or table == "by_seqno")
+    return int.from_bytes(key[:2], "big") if is_of_one else None
 
 
 def place_of(table: str, key: bytes) -> str:

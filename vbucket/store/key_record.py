@@ -103,5 +103,6 @@ def checked_fields(full_key: bytes, value: bytes) -> MetaFields:
             return fields
     raise RecordDamagedError(
         f"partition {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
-        "not match its checksum; check the disk and restore a backup"
+        "not match its checksum; check the disk and restore a backup",
+        int.from_bytes(full_key[:2], "big"),
     )

@@ -26,7 +26,14 @@ from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
-from vbucket.store.environment import Buffer, KvReader, KvWrite, StoreFailedError, place_of
+from vbucket.store.environment import (
+    Buffer,
+    KvReader,
+    KvWrite,
+    StoreFailedError,
+    partition_of,
+    place_of,
+)
 from vbucket.store.key_record import RecordDamagedError
 
 STORE_FORMAT_VERSION: Final = 5
@@ -211,9 +218,8 @@ class RecordView:
             return None
         failover = self._document(FAILOVER_TABLE, key)
         if failover is None:
-            raise RecordDamagedError(
-                f"partition {vb_id}: the store has a state and no failover log"
-            )
+            text = f"partition {vb_id}: the store has a state and no failover log"
+            raise RecordDamagedError(text, vb_id)
         return PartitionRecord(**document, failover=failover)
 
     def partitions(self, without: Container[int] = ()) -> dict[int, PartitionRecord]:
@@ -318,7 +324,8 @@ def check_document(table: str, key: bytes, value: Buffer) -> None:
     if bytes(value[:_CRC_BYTES]) != _crc(table, key, bytes(value[_CRC_BYTES:])):
         raise RecordDamagedError(
             f"{place_of(table, key)}: the checksum does not match; check the disk and restore a "
-            "backup"
+            "backup",
+            partition_of(table, key),
         )
 
 

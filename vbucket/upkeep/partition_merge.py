@@ -239,7 +239,8 @@ class _KeyChanges:
                 f"partition {stage.vb_id}: the log replaces seqno {replaced} of key {key!r}, but "
                 "in the "
                 f"store's record of the key {there}: the disk has lost a write, or has an older "
-                "page; check the disk and restore a backup"
+                "page; check the disk and restore a backup",
+                stage.vb_id,
             )
 
     def count(self, tally: CollectionCounts, manifest: Manifest) -> int:
@@ -359,6 +360,7 @@ def _entry_as_of(
         raise StoreDamagedError(
             f"partition {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the "
             "store "
-            "does not have; restore a backup"
+            "does not have; restore a backup",
+            stage.vb_id,
         )
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
-from dcp.server.config.live_settings import LiveSettings
+from dcp.server.config.sources import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.log_limiter import RefusalLog

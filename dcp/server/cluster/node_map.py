@@ -33,14 +33,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from dcp.server.access.users_file import replace_file
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import MemberRecord
 from failover.coordinator.view import ClusterView, bucket_map
@@ -140,30 +140,13 @@ REPLICAS_S: Final = 1.0
 are sent on by a node that has no copy any more."""
 
 
-class Timer(Protocol):
-    """What a loop returns for a call at a time."""
-
-    def cancel(self) -> None:
-        """Do not call."""
-
-
-class Clock(Protocol):
-    """The part of an event loop that is used."""
-
-    def time(self) -> float:
-        """Return the time of the loop."""
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Call at a time; one that is over means soon."""
-
-
 class MapPace:
     """See the module. `show` looks at the map, and tells it if it is another one than before."""
 
-    def __init__(self, clock: Clock, show: Callable[[], None]) -> None:
+    def __init__(self, clock: asyncio.AbstractEventLoop, show: Callable[[], None]) -> None:
         self._clock = clock
         self._show = show
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._told_s = -REPLICAS_S
         """When a map was told last."""
         self._is_urgent = False
@@ -332,3 +315,38 @@ class SentMap:
         """Write the newest one at the end of the process, after a write that is under way."""
         if self._newest != self._kept:
             self._written(self._newest, self._write(self._newest))
+
+
+class NodeMap:
+    """The map of a node of a cluster: what it is, what was told, and when the next one is told."""
+
+    shown: MapShown
+
+    def __init__(self, view: ClusterView, meta: MetaStore, sent: SentMap, pace: MapPace) -> None:
+        self._view = view
+        self.sent = sent
+        self.life = MapLife(view, sent.version)
+        self.raised = RaisedLife(self.life, meta)
+        self._pace = pace
+
+    def begin(self, config: ClusterConfig, cluster: str, own: MemberRecord) -> None:
+        """Tell clients that this node exists; `own` is its own record."""
+        self.shown = MapShown(self._view, self.life, config, cluster, own)
+        self.shown.update()
+
+    def changed(self, vb_ids: Iterable[int]) -> None:
+        """The records of these partitions have changed."""
+        self._pace.changed(is_urgent=self.shown.is_urgent(vb_ids))
+
+    def update(self) -> bool:
+        """Make the newest map, if it is another one than before; return whether to tell it."""
+        is_new = self.shown.update()
+        if is_new:
+            self.sent.note(self.shown.version)
+            self._pace.told()
+        return is_new
+
+    def stop(self) -> None:
+        """Tell nothing more, and write down what was told."""
+        self._pace.cancel()
+        self.sent.finish()

@@ -9,24 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Final
 
 from dcp.server.observe.elapsed import elapsed_ns
 from failover.coordinator.clock import WorkPace
 from failover.replication.node import ReplicationCore
 
+CORE_TURNS: Final = 2
+"""Ticks for one look of the replication core, which looks at every partition."""
+
 
 class PacedWork:
-    """See the module. `work` gets the time, `missed` when it ended and how much time was lost."""
+    """See the module. `work` gets the time; the core learns how much time was lost."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        core: ReplicationCore,
         work: Callable[[int], None],
-        missed: Callable[[int, int], None],
     ) -> None:
         self._loop = loop
+        self._core = core
         self._work = work
-        self._missed = missed
         self._pace = WorkPace()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -40,7 +44,7 @@ class PacedWork:
         self._work(began_ns)
         ran_ns, ended_ns = time.thread_time_ns() - ran_ns, elapsed_ns()
         self._pace.did(began_ns, ended_ns)
-        self._missed(ended_ns, max(0, ended_ns - began_ns - ran_ns))
+        self._core.missed(ended_ns, max(0, ended_ns - began_ns - ran_ns))
 
     def do_when_due(self, then: Callable[[Callable[[], None]], None]) -> None:
         """Do the work now, or later by `then`, once."""
@@ -60,8 +64,24 @@ class PacedWork:
             self._timer.cancel()
 
 
-def paced_work(
-    loop: asyncio.AbstractEventLoop, core: ReplicationCore
-) -> tuple[PacedWork, PacedWork]:
-    """Return a node's looks at all partitions, and its steps between them."""
-    return PacedWork(loop, core.tick, core.missed), PacedWork(loop, core.step, core.missed)
+class Turns:
+    """The ticks of a node: its looks at all partitions, and its steps between them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, core: ReplicationCore) -> None:
+        self._count = self._next_look = 0
+        self._looks = PacedWork(loop, core, core.tick)
+        self.steps = PacedWork(loop, core, core.step)
+
+    def is_each(self, ticks: int) -> bool:
+        """Whether this is one of every so many ticks."""
+        return self._count % ticks == 0
+
+    def look_when_due(self, now_ns: int) -> None:
+        """Look at all partitions, if it is time."""
+        if self._count >= self._next_look and self._looks.is_due(now_ns):
+            self._next_look = self._count + CORE_TURNS
+            self._looks.do()
+
+    def end(self) -> None:
+        """The tick is over."""
+        self._count += 1

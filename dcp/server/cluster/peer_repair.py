@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -35,7 +36,6 @@ from failover.rules.repair import why_not_taken
 from vbucket.engine.engine import Engine
 from vbucket.log.record import LogDamagedError, split_entries
 
-LOOK_S: Final = 0.2
 AGAIN_S: Final = 10.0
 ANSWER_S: Final = 5.0
 """How long another node may take for its login and its answer."""
@@ -53,7 +53,6 @@ class PeerRepair:
         log: EventLog,
     ) -> None:
         self._engine = engine
-        self._core = replicated.core
         self._view = replicated.session.view
         self._member = replicated.member
         self._identity = replicated.identity
@@ -66,9 +65,6 @@ class PeerRepair:
     async def run(self) -> None:
         """Mend what can be, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            for damage in self._core.take_damages():
-                self._scrubbing.met(damage)
             now_s = time.monotonic()
             rows = self._scrubbing.blocks_lacking()
             tried = {row.name: self._tried_s.get(row.name, now_s - AGAIN_S) for row in rows}
@@ -77,6 +73,10 @@ class PeerRepair:
                 if now_s - tried[row.name] >= AGAIN_S:
                     tried[row.name] = now_s
                     await self._repair(row)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S if self._scrubbing.blocks_lacking() else None):
+                    await self._scrubbing.found.wait()
+            self._scrubbing.found.clear()
 
     async def _repair(self, row: DamageRow) -> None:
         why = "there is no other copy"

@@ -40,9 +40,9 @@ from dcp.server.cluster.joining.enrolment import (
 from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, SentMap, tls_address_of
+from dcp.server.cluster.node_map import MapPace, NodeMap, SentMap, tls_address_of
 from dcp.server.cluster.own_records import OwnClock, OwnFigures, OwnRecord
-from dcp.server.cluster.paced_work import paced_work
+from dcp.server.cluster.paced_work import Turns
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
@@ -50,20 +50,19 @@ from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
+from dcp.server.observe.event_log import EventLog, MembershipOverError, NodeRemovedError
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import ClusterMeter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.coordinator import Elected
 from failover.coordinator.effects import Notice, ViewChanged
-from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.plans.request_answers import name_of
@@ -83,8 +82,6 @@ from vbucket.store.store import Store
 
 TICK_S: Final = 0.05
 """Half a heartbeat, so that a late tick costs no heartbeat."""
-CORE_TURNS: Final = 2
-"""Ticks for one of the replication core, which looks at every partition."""
 AGE_TURNS: Final = 10
 """Ticks between looks whether the metadata store is older than what nodes have seen."""
 USERS_TURNS: Final = 100
@@ -118,6 +115,7 @@ class ServerParts(NamedTuple):
     health: Health
     meter: ClusterMeter
     link_tls: LinkTls | None
+    scrubbing: Scrubbing
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -187,11 +185,7 @@ class ReplicatedNode:
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
-        self._map: MapShown
-        self.sent_map = SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
-        self._life = MapLife(session.view, self.sent_map.version)
-        self._raising = RaisedLife(self._life, access.meta)
-        self.manifest = SharedManifest(session, parts.engine, access, self.core.resolve_counts)
+        self.manifest = SharedManifest(session, parts.engine, access, self.core)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.figures = OwnFigures(session, access.meta)
@@ -203,12 +197,16 @@ class ReplicatedNode:
         """Members that this node dials no more, for tests."""
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
-        self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
+        self.map = NodeMap(
+            session.view, access.meta,
+            SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log),
+            MapPace(self._loop, partial(self._guarded, self._show_map)),
+        )  # fmt: skip
         self._is_scheduled = self._is_carrying = self._is_stopped = False
         self._has_started = self._has_registered = False
-        self._turns = self._core_turn = 0
-        self._looks, self._steps = paced_work(self._loop, self.core)
-        self._why_idle = ""
+        self._turns = Turns(self._loop, self.core)
+        self.why_idle = ""
+        """Why this node takes no part in the cluster; "": it does."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final = self._handlers()
@@ -267,10 +265,7 @@ class ReplicatedNode:
         view = self.session.view
         self.session.membership.introduce(facts_of(self._parts.data_dir, own))
         self._own = OwnRecord(view, own, self.access.meta)
-        self._map = MapShown(
-            view, self._life, self._parts.config, self.identity.cluster, own
-        )  # fmt: skip
-        self._map.update()
+        self.map.begin(self._parts.config, self.identity.cluster, own)
 
     async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
         """Change the collections of the cluster. Raises CollectionsRefusedError, ManifestError."""
@@ -292,11 +287,6 @@ class ReplicatedNode:
         """Return whose wall clock is off."""
         return tuple(self._clock.problems())
 
-    @property
-    def why_idle(self) -> str:
-        """Why this node takes no part in the cluster; "": it does."""
-        return self._why_idle
-
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
@@ -305,7 +295,7 @@ class ReplicatedNode:
         """Take part in the cluster: what is in the log is on disk, and it can be written. With
         `why_idle` this node only follows the records, to tell its clients where the partitions are.
         """
-        self._why_idle = why_idle
+        self.why_idle = why_idle
         self.session.membership.may_register = not why_idle
         if not self._has_started:
             self._has_started = True
@@ -406,9 +396,8 @@ class ReplicatedNode:
         self._driver.close()
         if self._next_tick is not None:
             self._next_tick.cancel()
-        self._steps.cancel()
-        self._map_pace.cancel()
-        self.sent_map.finish()
+        self._turns.steps.cancel()
+        self.map.stop()
         self.seen.finish()
         for each in self._links:
             each.link.closed()
@@ -451,24 +440,24 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         self._driver.tick()
         self.core.master.serving.store_trouble = self.access.trouble
-        if self._turns % AGE_TURNS == 0:
+        for vb_id in self.core.take_damages():
+            self._parts.scrubbing.met(vb_id)
+        if self._turns.is_each(AGE_TURNS):
             self._look_at_store_age()
             self.timeline.look(time.time())
         if not self._check_membership():
             return
         self._own.tick(now_ns)
-        self._raising.tick(now_ns)
+        self.map.raised.tick(now_ns)
         self._clock.tick(now_ns)
         self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
         self.manifest.look(now_ns)
         self.core.time_passes(now_ns)
-        if self._turns >= self._core_turn and self._looks.is_due(now_ns):
-            self._core_turn = self._turns + CORE_TURNS
-            self._looks.do()
-        if self._turns % USERS_TURNS == 0:
+        self._turns.look_when_due(now_ns)
+        if self._turns.is_each(USERS_TURNS):
             self._adopt_users()  # again, if it could not be written before
-        self._turns += 1
+        self._turns.end()
         self._carry_out()
 
     @property
@@ -513,7 +502,7 @@ class ReplicatedNode:
             self.seen.records.note_others(self.session.view)
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
-            if was_set_back := self._life.look():
+            if was_set_back := self.map.life.look():
                 self._log.warning(was_set_back)
             self.manifest.view_changed()
             self._adopt_users()
@@ -611,12 +600,10 @@ class ReplicatedNode:
 
     def _map_changed(self, changed: MapChanged) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
-        self._map_pace.changed(is_urgent=self._map.is_urgent(changed.vb_ids))
+        self.map.changed(changed.vb_ids)
 
     def _show_map(self) -> None:
-        if self._map.update():
-            self.sent_map.note(self._map.version)
-            self._map_pace.told()
+        if self.map.update():
             self._parts.connections.tell_map()
         self._elections.tell(self._log)
 
@@ -675,7 +662,7 @@ class ReplicatedNode:
         )
 
     def _step(self, _effect: StepDue) -> None:
-        self._steps.do_when_due(self._later)
+        self._turns.steps.do_when_due(self._later)
 
     def _later(self, work: Callable[[], None]) -> None:
         self._guarded(work)

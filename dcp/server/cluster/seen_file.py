@@ -22,7 +22,7 @@ import msgspec
 
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.records import ClusterKeys
 from failover.coordinator.seen_records import SeenContent, SeenPiece, SeenRecord, SeenRecords
 

@@ -39,7 +39,7 @@ from dcp.server.cluster.joining.enrolment import AGAIN_S, ANSWER_S, EnrolmentErr
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_records import of_this_process
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.cluster_session import ClusterSession
 from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.records import (
@@ -62,6 +62,7 @@ from failover.metadata.metastore import (
     TxnResult,
     if_unchanged,
 )
+from failover.replication.node import ReplicationCore
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.model.manifest import Manifest
@@ -146,17 +147,17 @@ WRITE_NS: Final = 1_000_000_000
 
 
 class SharedManifest:
-    """See the module. `settle` is called before the engine's list changes."""
+    """See the module. The core corrects its counts before the engine's list changes."""
 
     def __init__(
         self, session: ClusterSession, engine: Engine, access: MetaAccess,
-        settle: Callable[[], None],
+        core: ReplicationCore,
     ) -> None:  # fmt: skip
         self._session = session
         self._view = session.view
         self._engine = engine
         self._access = access
-        self._settle = settle
+        self._core = core
         self._changed = asyncio.Event()
         self._uncommitted: dict[int, int] = {}
         """Partition -> the seqno of its last event that may not be committed."""
@@ -169,7 +170,7 @@ class SharedManifest:
         stored = self._view.manifest
         keyspace = self._engine.keyspace
         if stored is not None and stored.content.uid > keyspace.manifest.uid:
-            self._settle()
+            self._core.resolve_counts()
             keyspace.set_manifest(stored.content.manifest())
             self._uncommitted = {
                 part.vb_id: part.high_seqno

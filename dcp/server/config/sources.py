@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
+
+import msgspec
 
 from dcp.server.config.server_settings import BUFFERED_VALUES_MIN
 from dcp.server.config.setting_values import (
@@ -284,3 +286,35 @@ def _link_hint(text: object) -> str:
     if isinstance(text, str) and (text.startswith("tcp://") or _KUBERNETES_LINK.search(text)):
         return " (it looks like a Kubernetes service link: set enableServiceLinks to false)"
     return ""
+
+
+class LiveSettings:
+    """The settings as they are now: some can change while the server runs (`dcpctl config set`).
+
+    A part that can follow a change says so with `follow`; every other setting is read at the start
+    only. A change lasts until the process ends, because the file and the flags stay as they are.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.now = settings
+        self._followers: dict[str, Callable[[Any], None]] = {}
+
+    @property
+    def keys(self) -> list[str]:
+        """The settings that can change."""
+        return sorted(self._followers)
+
+    def follow(self, key: str, follower: Callable[[Any], None]) -> None:
+        """Have changes of a setting told. `follower` raises ValueError for a value that cannot
+        apply now, and then changes nothing.
+        """
+        assert key in OPTIONS, key
+        assert key not in self._followers, key
+        self._followers[key] = follower
+
+    def change(self, key: str, text: str) -> None:
+        """Change a setting, one of `keys`. Raises ValueError; then it stays as it was."""
+        field, option = OPTIONS[key]
+        value = option.parse(text, option)
+        self._followers[key](value)
+        self.now = msgspec.structs.replace(self.now, **{field: value})

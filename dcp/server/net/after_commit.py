@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from dcp.core.groups import Published
 from dcp.server.net.connections import Connections
-from dcp.server.net.replication_hooks import ReplicationHooks
+from dcp.server.net.sessions import ReplicationHooks
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.committer import LogEvents
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.health import Backpressure, Health

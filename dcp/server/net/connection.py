@@ -19,8 +19,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.net.connections import Connections
-from dcp.server.net.replication_hooks import ReplicationHooks
-from dcp.server.net.sessions import Sessions
+from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import (
@@ -101,13 +100,11 @@ class ClientConnection(asyncio.Protocol):
         self._end_handshake = end_handshake
         self._is_tls = end_handshake is not None
         self._loop = asyncio.get_running_loop()
+        self._parts = parts
         self._engine = parts.engine
         self._committer = parts.committer
         self._connections = parts.connections
-        self._access = parts.access
-        self._sessions = parts.sessions
         self._meter = parts.meter
-        self._refusals = parts.refusals
         self._replication = parts.replication
         self._held = (
             HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
@@ -120,19 +117,16 @@ class ClientConnection(asyncio.Protocol):
         self._largest_bytes = 0
         """The most that the transport got at a time since it was last empty. It keeps all of that
         until the last byte is sent, but reports only what is left."""
-        self._is_write_paused = False
-        self._is_read_paused = False
-        self._is_pump_scheduled = False
+        self._is_write_paused = self._is_read_paused = self._is_pump_scheduled = False
         self._next_news: asyncio.TimerHandle | None = None
         """Set while stream messages wait that can."""
         self._arrival_timer: asyncio.TimerHandle | None = None
         """Set while a request waits for a partition, and perhaps a little longer."""
         self._has_pumped = False
         """Whether messages were pumped since it was set."""
-        self._is_aborted = self._owes_map = False
+        self._is_aborted = self._owes_map = self._has_begun = False
         self._traced = BatchTrace()
         """Of the newest batch."""
-        self._has_begun = False
         self._is_new = True
         """Whether it is among the newcomers."""
         self._has_held = False
@@ -158,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
-        self.logins = self._access.logins_of(
+        self.logins = self._parts.access.logins_of(
             self.peer_host, self.peer, is_tls=self._is_tls,
             certificate=transport.get_extra_info("peercert"),
         )  # fmt: skip
@@ -167,7 +161,7 @@ class ClientConnection(asyncio.Protocol):
             self._end_handshake()
             self._end_handshake = None
             cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
-        self.session = Session(self._sessions.new_state(str(address[0]), self.logins))
+        self.session = Session(self._parts.sessions.new_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
         self._connections.opened(self)
 
@@ -187,7 +181,7 @@ class ClientConnection(asyncio.Protocol):
         self._held.clear()
         self._outgoing.clear()
         self.session.drop_received()  # now: a reference cycle keeps the session for a while
-        self._sessions.leave(self.session.state)
+        self._parts.sessions.leave(self.session.state)
         self.logins.leave()
         self._connections.closed(self)
 
@@ -294,7 +288,7 @@ class ClientConnection(asyncio.Protocol):
         if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
             self._held.expire(now_ns)
             self._release()
-        reason = self._access.overdue(self, now_ns)
+        reason = self._parts.access.overdue(self, now_ns)
         sender = self.session.state.sender
         if sender is not None and not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"
@@ -344,7 +338,8 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close now; unsent data is lost."""
-        self._refusals.write("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        write = self._parts.refusals.write
+        write("connection closed", self.peer_host, peer=self.peer, reason=reason)
         self._is_aborted = True
         self._transport.abort()
 
@@ -367,7 +362,7 @@ class ClientConnection(asyncio.Protocol):
     def _failed(self, error: Exception) -> None:
         """End this connection because of a bug."""
         self._held.clear()
-        self._sessions.failed(error)
+        self._parts.sessions.failed(error)
         self.abort(f"the server failed in this session: {type(error).__name__}")
 
     def _after_commands(self) -> None:
@@ -390,7 +385,7 @@ class ClientConnection(asyncio.Protocol):
         elif state.wait_group and self._held.carry(state, self.heard_ns):
             self._connections.waiting.add(self)
         if state.notes:
-            self._sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
+            self._parts.sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
             state.notes.clear()
             state.notes_left_out = 0
         self._update_reading()
@@ -424,10 +419,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
         """Make the spans of a batch that was answered."""
-        facts: Facts = {
-            "client.address": self.peer,
-            "enduser.id": self.session.state.login.user or "",
-        }
+        user = self.session.state.login.user or ""
+        facts: Facts = {"client.address": self.peer, "enduser.id": user}
         if isinstance(self.session, Session):
             tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
         else:
@@ -444,12 +437,8 @@ class ClientConnection(asyncio.Protocol):
                 wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
                 self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
             return
-        if (
-            self._held.batches
-            or self._is_write_paused
-            or state.login.request
-            or state.waits_for_room
-        ):
+        is_asked = state.login.request is not None
+        if self._held.batches or self._is_write_paused or is_asked or state.waits_for_room:
             return
         wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
         if wait_ns > 0:
@@ -555,8 +544,8 @@ class ClientConnection(asyncio.Protocol):
         if self._held.batches or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
         messages = sender.pump(PUMP_BYTES)
-        for damage in sender.damages:
-            self._sessions.backfill_failed(self.peer, damage)
+        for vb_id, damage in sender.damages:
+            self._parts.sessions.backfill_failed(self.peer, vb_id, damage)
         sender.damages.clear()
         if messages:
             self._write_pieces(messages)
@@ -570,9 +559,9 @@ class ClientConnection(asyncio.Protocol):
         is_busy = state.answers or state.has_steps or state.login.request is not None
         if not (is_busy or self._held.batches or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
-                self._sessions.closed_as_usual(self.peer, state.close_reason)
+                self._parts.sessions.closed_as_usual(self.peer, state.close_reason)
             elif not self._transport.is_closing():
-                self._refusals.write(
+                self._parts.refusals.write(
                     "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
                 )
             self._transport.close()

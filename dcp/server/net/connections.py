@@ -22,13 +22,6 @@ from dcp.server.config.settings import Settings
 from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
 
 
-class Newcomer(Protocol):
-    """A connection, or a TLS handshake."""
-
-    def abort(self, reason: str) -> None:
-        """Close at once."""
-
-
 class Newcomers:
     """Connections that may be closed to make room, because nobody has logged in on them yet.
 
@@ -48,7 +41,7 @@ class Newcomers:
 
     def __init__(self, connections_max: int) -> None:
         self.connections_max = connections_max
-        self._line: OrderedDict[Newcomer, None] = OrderedDict()
+        self._line: OrderedDict[Holder, None] = OrderedDict()
         self.closed_total = 0
         """Newcomers that were closed to make room."""
 
@@ -56,7 +49,7 @@ class Newcomers:
         """Return how many newcomers there are."""
         return len(self._line)
 
-    def enter(self, newcomer: Newcomer, connections: int) -> None:
+    def enter(self, newcomer: Holder, connections: int) -> None:
         """Add a newcomer; `connections` is the number of connections now, this one included."""
         self._line[newcomer] = None
         if connections <= self.connections_max:
@@ -67,7 +60,7 @@ class Newcomers:
         self.closed_total += 1
         oldest.abort(f"{limit}{why} (setting connections_max)")
 
-    def leave(self, newcomer: Newcomer) -> None:
+    def leave(self, newcomer: Holder) -> None:
         """Remove a newcomer: it is gone or has logged in."""
         self._line.pop(newcomer, None)
 

@@ -7,25 +7,55 @@ applied. Then the server ends (`on_failure`), because it would give wrong answer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
+from dcp.core.groups import Published
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
-from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
-from dcp.session.answers.long_requests import LongQueue
-from dcp.session.faults import FaultTable
-from dcp.session.kv.prefix_counts import PrefixCounts
-from dcp.session.kv.range_scans import RangeScans
-from dcp.session.node_facts import NodeFacts
-from dcp.session.state import ClientLogin, SessionState
-from dcp.stream.hub import StreamHub
+from dcp.server.storage.process.scrubbing import Scrubbing
+from dcp.session.answers.held_answers import HeldAnswers
+from dcp.session.replication_port import ReplicationPort
+from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.engine.engine import Engine
+from vbucket.log.commit_group import CommitGroup
+
+
+class ReplicationHooks(Protocol):
+    """What connections need of the replication of their node. A node alone has none of it.
+
+    `dcp.server.cluster.replicated_node` implements it.
+    """
+
+    acknowledges_as_master: bool
+    """Whether a write is answered when this node's disk has it (setting acknowledge)."""
+
+    @property
+    def port(self) -> ReplicationPort:
+        """Where the nodes of replicas come in."""
+
+    def held(self) -> HeldAnswers:
+        """Return what holds the answers of a new connection."""
+
+    def before_commands(self, now_ns: int) -> None:
+        """Fence what may not be answered any more; call it before each batch of requests."""
+
+    def after_commands(self) -> None:
+        """A batch of requests was handled."""
+
+    def after_acknowledgement(self) -> None:
+        """A replica's acknowledgement was handled. Answers that waited for it leave now."""
+
+    def group_begun(self, group: CommitGroup) -> None:
+        """A group is about to be written: the commit path calls this first."""
+
+    def group_published(self, published: Published) -> None:
+        """A job of the log is done: tell the parts of the server what that commits."""
+
 
 CONSOLE: Final = "web console"
 """Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""
@@ -47,52 +77,37 @@ class Sessions:
 
     def __init__(
         self,
-        engine: Engine,
-        hub: StreamHub,
-        facts: NodeFacts,
+        shared: SessionParts,
         access: Access,
-        faults: FaultTable,
-        scans: RangeScans,
+        scrubbing: Scrubbing,
         meter: Meter,
         log: EventLog,
         refusals: RefusalLog,
         *,
-        prefixes: PrefixCounts,
         on_failure: Callable[[Exception], None],
         replication: ReplicationHooks | None = None,
     ) -> None:
         """`replication` None: the node is alone."""
-        self._engine = engine
-        self._hub = hub
-        self._facts = facts
+        self._shared = shared
         self._access = access
-        self._faults = faults
-        self._scans = scans
+        self._scrubbing = scrubbing
         self._meter = meter
         self._log = log
         self._refusals = refusals
         self._on_failure = on_failure
-        self._prefixes = prefixes
-        self._long_queue = LongQueue()
         self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
         replication = self._replication
+        login = ClientLogin(
+            logins,
+            peer_is_loopback=is_loopback(peer_host),
+            takes_anonymous=self._access.takes_anonymous,
+        )
         return SessionState(
-            engine=self._engine,
-            hub=self._hub,
-            facts=self._facts,
-            login=ClientLogin(
-                logins,
-                peer_is_loopback=is_loopback(peer_host),
-                takes_anonymous=self._access.takes_anonymous,
-            ),
-            limits=self._access.limits,
-            faults=self._faults,
-            scans=self._scans,
-            prefixes=self._prefixes,
-            long_queue=self._long_queue,
+            self._shared,
+            login,
             replication=None if replication is None else replication.port,
             has_replicas=replication is not None,
             acknowledges_as_master=replication is not None and replication.acknowledges_as_master,
@@ -113,7 +128,8 @@ class Sessions:
 
     def leave(self, state: SessionState) -> None:
         """End the range scans of a session whose connection is gone."""
-        self._scans.leave(state)
+        assert self._shared.scans is not None, "a server has them"
+        self._shared.scans.leave(state)
 
     def note(self, peer: str, peer_host: str, notes: Notes, left_out: int) -> None:
         """Log and count what a session noted, and how many notes it had to leave out."""
@@ -121,6 +137,9 @@ class Sessions:
             self._meter.noted(event, fields)
             if event == "denied":
                 self._access.denied(peer, fields)
+            elif event == "damaged data":
+                vb_id = fields["vb_id"]
+                self._scrubbing.met(vb_id if isinstance(vb_id, int) else None)
             for name in _NAMES_OF.keys() & fields.keys():
                 fields[name] = _NAMES_OF[name].get(fields[name], fields[name])
             if fields.get("status") == _OLDER_MAP:
@@ -129,9 +148,9 @@ class Sessions:
                 self._refusals.write(event, peer_host, peer=peer, **fields)
         self._meter.suppressed_log_lines += left_out
 
-    def backfill_failed(self, peer: str, damage: str) -> None:
+    def backfill_failed(self, peer: str, vb_id: int, damage: str) -> None:
         """Log that a stream met damaged data and ended."""
-        self._meter.met_damage(damage)
+        self._scrubbing.met(vb_id)
         self._log.info("backfill failed", peer=peer, reason=damage)
 
     def closed_as_usual(self, peer: str, reason: str) -> None:
@@ -142,5 +161,5 @@ class Sessions:
         """Count and log an unexpected exception of a session."""
         self._meter.session_failures += 1
         self._log.failure("session failed", error)
-        if broken := self._engine.keyspace.broken_invariant():
+        if broken := self._shared.engine.keyspace.broken_invariant():
             self._on_failure(RuntimeError(f"{broken}, because of {error!r}"))

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp import __version__
-from dcp.server.config.live_settings import LiveSettings
-from dcp.server.config.sources import shown
+from dcp.server.config.sources import LiveSettings, shown
 
 
 class About:

@@ -141,3 +141,18 @@ def _text_value(value: object) -> str:
 def _one_line(text: str) -> str:
     """Escape line breaks: inside an event they would let a client forge log lines."""
     return text if text.isprintable() else json.dumps(text)
+
+
+class MembershipOverError(RuntimeError):
+    """Another process is the member, or has its address, or the versions differ. The text says what
+    to do.
+    """
+
+
+class NodeRemovedError(MembershipOverError):
+    """An operator has removed the node: its work is done."""
+
+
+def event_of(error: Exception) -> str:
+    """Return what the log calls the end of a server by this error."""
+    return "removed from the cluster" if isinstance(error, NodeRemovedError) else "server failed"

@@ -16,7 +16,6 @@ from dcp.server.config.server_settings import SLOW_AFTER_S
 from dcp.server.observe.tracing import Tracing
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.store.environment import partition_in
 
 SLOW_KEPT: Final = 50
 TEXT_COMMAND: Final = "a command of the text protocol"
@@ -227,8 +226,6 @@ class Meter:
         """By kind of the reason (failover.rules.rollback)."""
         self.keeps: dict[str, Counter[str]] = {}
         """By consumer that deletions are kept for: partitions of this node by state."""
-        self.suspects: set[int] = set()
-        """Partitions in which somebody met damage, until the scrubber has looked at them."""
         self.session_failures = 0
         """Connections that ended because of a bug."""
         self.housekeeping_failures: Counter[str] = Counter()
@@ -251,13 +248,5 @@ class Meter:
         elif event == "rollback":
             self.rollbacks[str(fields["kind"])] += 1
             self.last_rollbacks.note(fields, time.time())
-        elif event == "damaged data":
-            self.met_damage(str(fields["reason"]))
         elif event == "fault":
             self.faults += 1
-
-    def met_damage(self, why: str) -> None:
-        """A request or a stream met damaged data: the scrubber looks at its partition next."""
-        vb_id = partition_in(why)
-        if vb_id is not None:
-            self.suspects.add(vb_id)

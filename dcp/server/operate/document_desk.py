@@ -593,7 +593,7 @@ class Documents:
 
     async def _change(self, user: str, rights: Rights, vb_id: int, packet: bytes) -> Changed:
         state = self._sessions.new_console_state()
-        state.faults = FaultTable()
+        state.shared = state.shared._replace(faults=FaultTable())
         state.login.logged_in(user, rights)
         session = Session(state)
         features = b"".join(feature.to_bytes(2, "big") for feature in _FEATURES)

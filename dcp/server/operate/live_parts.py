@@ -13,9 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from dcp.server.access.access import Access
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.server_settings import BUFFERED_VALUES_MIN
 from dcp.server.config.setting_values import size_text
+from dcp.server.config.sources import LiveSettings
 from dcp.server.net.connections import Connections
 from dcp.server.net.held_bytes import HeldBytes
 from dcp.server.net.open_files import connections_within

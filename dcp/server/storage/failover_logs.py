@@ -19,7 +19,7 @@ from typing import Final
 
 from dcp.core.store_schedule import Work
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.tasks import Tasks
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import FAILURES, StoreQueue
 from vbucket.engine.engine import Engine

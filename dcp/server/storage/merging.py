@@ -68,6 +68,7 @@ class Merging:
         self._commits = commits
         self._pressure = pressure
         self.progress = pressure.merge
+        self._watching: list[asyncio.Event] = []
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when a merge fails."""
         self.paces = False
@@ -120,6 +121,8 @@ class Merging:
         self.progress.began_s = 0.0
         self._duty.end()
         self.count += 1
+        for ended in self._watching:
+            ended.set()
         if self._engine.keyspace.wants_freeze:
             # If writers wait, no group comes that would begin the next merge.
             self._groups.begin_merge()
@@ -136,6 +139,10 @@ class Merging:
             self._pressure.update()
             took_s = time.monotonic() - began_s
             await asyncio.sleep(0 if self._must_hurry else self._duty.rest_s(took_s))
+
+    def watch(self, ended: asyncio.Event) -> None:
+        """Set an event at the end of each merge."""
+        self._watching.append(ended)
 
     async def wait(self, timeout_s: float) -> None:
         """Return at the end of the next merge, or after `timeout_s`."""

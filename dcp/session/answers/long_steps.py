@@ -40,7 +40,7 @@ def begin_steps(
         make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=state.login.user,
         durability=state.durability,
     )  # fmt: skip
-    state.long_queue.enter(request, state.engine.now_ns)
+    state.shared.long_queue.enter(request, state.engine.now_ns)
     state.long = request
     state.is_full = True
 
@@ -51,7 +51,7 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
     """
     request = state.long
     assert request is not None, "asked before"
-    wait_ns = state.long_queue.wait_ns(request, now_ns)
+    wait_ns = state.shared.long_queue.wait_ns(request, now_ns)
     if wait_ns:
         state.held_until_ns = now_ns + wait_ns
         state.is_full = True
@@ -77,7 +77,7 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
 def end_long(state: SessionState) -> None:
     """Forget the long request under way, if there is one."""
     if state.long is not None:
-        state.long_queue.leave(state.long)
+        state.shared.long_queue.leave(state.long)
         state.long = None
 
 

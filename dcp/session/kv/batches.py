@@ -97,7 +97,7 @@ class BatchCommand:
                 raise RefusedError(Status.EACCESS, why)
             place = vbucket_of(name, state.engine.num_vbuckets)
             vb_id, key = self._documents.locate(place, prefix + name)
-            if value_len > state.limits.value_bytes_max:
+            if value_len > state.shared.limits.value_bytes_max:
                 raise too_big(state)
             yield BatchChange(
                 BatchMode(mode), vb_id, key, value[key_at + key_len : at], flags,

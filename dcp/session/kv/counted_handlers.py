@@ -58,8 +58,8 @@ class CountedHandlers:
         _, key = split_key(wire_key, has_collections=state.hello.has_collections)
         if opcode in _COUNTED_GETS:
             answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
-            state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
+            state.shared.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
         elif opcode in _COUNTED_DELETES:
-            state.prefixes.deleted(key)
+            state.shared.prefixes.deleted(key)
         else:
-            state.prefixes.stored(key)
+            state.shared.prefixes.stored(key)

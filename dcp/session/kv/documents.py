@@ -144,7 +144,7 @@ class DocumentCommands:
             datatype, body = packed_body(state, datatype, body, len(key))
         if vb_id >= self._num_vbuckets:
             raise WrongVbucketError
-        if len(body) - len(key) > state.limits.value_bytes_max:
+        if len(body) - len(key) > state.shared.limits.value_bytes_max:
             if mode == SET:
                 remove_old(state, vb_id, key, cas)
             raise too_big(state)

@@ -94,8 +94,8 @@ class DocumentRuns:
         try:
             after, made_bytes = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-                keyspace.group, engine.now_ns, hello.has_json, state.limits.value_bytes_max,
-                self._form(), engine.now_s, expiring,
+                keyspace.group, engine.now_ns, hello.has_json,
+                state.shared.limits.value_bytes_max, self._form(), engine.now_s, expiring,
                 int((1 - state.work) * CHANGES_BYTES_MAX) + 1, observed, *refusals,
             )  # fmt: skip
         finally:  # some may be stored when memory runs out

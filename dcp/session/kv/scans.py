@@ -80,7 +80,7 @@ class ScanCommands:
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler; nothing if the session has no range scans."""
-        if self._state.scans is None:
+        if self._state.shared.scans is None:
             return {}
         return {
             Opcode.RANGE_SCAN_CREATE: self.create,
@@ -149,8 +149,8 @@ class ScanCommands:
                 Status.ETMPFAIL,
                 f"partition {part.vb_id} ends at seqno {part.high_seqno}, below {required.seqno}",
             )
-        assert self._state.scans is not None
-        if required.seqno_exists and not self._state.scans.views.has_version(
+        assert self._state.shared.scans is not None
+        if required.seqno_exists and not self._state.shared.scans.views.has_version(
             part.vb_id, required.seqno
         ):
             raise RefusedError(Status.NOT_STORED, f"no version has the seqno {required.seqno}")
@@ -158,7 +158,7 @@ class ScanCommands:
     def _made(self, part: Partition, asked: _Create, collection_id: int) -> bytes | None:
         """Return the id of a new scan; None: there is no document to scan."""
         state = self._state
-        scans = state.scans
+        scans = state.shared.scans
         assert scans is not None
         prefix = encode_leb128(collection_id)
         sample = None
@@ -218,7 +218,7 @@ class ScanCommands:
         scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
         self._check_fence(request)
         scan = self._find(request, scan_id)
-        scans = state.scans
+        scans = state.shared.scans
         assert scans is not None
         scan.owner = state
         try:
@@ -251,15 +251,15 @@ class ScanCommands:
         if len(request.extras) != SCAN_ID_BYTES or request.key or request.value:
             raise RefusedError(Status.EINVAL, "RANGE_SCAN_CANCEL takes 16 bytes of extras")
         self._find(request, request.extras)
-        assert state.scans is not None
-        state.scans.end(request.extras)
+        assert state.shared.scans is not None
+        state.shared.scans.end(request.extras)
         state.answer(request)
 
     def _find(self, request: Frame, scan_id: bytes) -> RangeScan:
         """Return the client's own scan. Raises RefusedError."""
         state = self._state
-        assert state.scans is not None
-        scan = state.scans.find(scan_id, request.vb_id, state.login.user)
+        assert state.shared.scans is not None
+        scan = state.shared.scans.find(scan_id, request.vb_id, state.login.user)
         if scan is None:
             why = "there is no such scan: it is done, given up, or its connection closed"
             raise RefusedError(Status.KEY_ENOENT, why)

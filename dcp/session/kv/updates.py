@@ -112,7 +112,7 @@ class UpdateCommands:
             plain_addition(self._state, request.datatype, request.value),
             is_prepended=request.opcode in _PREPENDS,
             cas=request.cas,
-            value_bytes_max=self._state.limits.value_bytes_max,
+            value_bytes_max=self._state.shared.limits.value_bytes_max,
         )
         self._documents.answer_change(request.opcode, request.opaque, vb_id, outcome)
 

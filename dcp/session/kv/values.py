@@ -33,7 +33,9 @@ SKIPPED_BYTES_MAX: Final = 1 << 30
 
 def too_big(state: SessionState, why: str = "") -> RefusedError:
     """Return the refusal of a value."""
-    limit = f"a value has at most {state.limits.value_bytes_max} bytes (setting value_bytes_max)"
+    limit = (
+        f"a value has at most {state.shared.limits.value_bytes_max} bytes (setting value_bytes_max)"
+    )
     return RefusedError(Status.E2BIG, f"{why}; {limit}" if why else limit)
 
 
@@ -42,7 +44,7 @@ def remove_old(state: SessionState, vb_id: int, key: bytes, cas: int) -> None:
 
     `key` is the stored key. A CAS that is not the document's removes nothing.
     """
-    if state.limits.oversized_set_removes:
+    if state.shared.limits.oversized_set_removes:
         state.engine.delete(vb_id, key, cas)
         state.observes(vb_id)
 
@@ -73,7 +75,7 @@ def packed_body(
     if not datatype & SNAPPY:
         return datatype, body
     try:
-        datatype, value = packed(datatype, body[key_bytes:], state.limits.value_bytes_max)
+        datatype, value = packed(datatype, body[key_bytes:], state.shared.limits.value_bytes_max)
     except ValueRefusedError as error:
         raise _refusal(state, error) from error
     return datatype, body[:key_bytes] + value
@@ -86,7 +88,7 @@ def plain_body(
     if not datatype & SNAPPY:
         return datatype, body
     try:
-        value = inflate(body[key_bytes:], state.limits.value_bytes_max)
+        value = inflate(body[key_bytes:], state.shared.limits.value_bytes_max)
     except ValueRefusedError as error:
         raise _refusal(state, error) from error
     return datatype & ~SNAPPY, body[:key_bytes] + value
@@ -98,7 +100,7 @@ def plain_addition(state: SessionState, datatype: int, value: bytes) -> bytes:
     if not datatype & SNAPPY:
         return value
     try:
-        return inflate(value, state.limits.value_bytes_max)
+        return inflate(value, state.shared.limits.value_bytes_max)
     except ValueRefusedError as error:
         raise _refusal(state, error) from error
 

@@ -139,9 +139,9 @@ class WithMetaCommands:
             check_datatype(state, datatype & ~DATATYPE_XATTR)
         key = buffer[key_at : key_at + key_len]
         assert state.login.rights is not None
-        is_plain = value_bytes <= state.limits.value_bytes_max and state.login.rights.is_full
+        is_plain = value_bytes <= state.shared.limits.value_bytes_max and state.login.rights.is_full
         if not is_plain:
-            if value_bytes > state.limits.value_bytes_max:
+            if value_bytes > state.shared.limits.value_bytes_max:
                 raise too_big(state)
             if why := state.denial(opcode, key):
                 state.deny(opcode, opaque, why)

@@ -159,7 +159,7 @@ class PlainRequests:
         state, engine = self._state, self._engine
         buffer, answers = state.buffer, state.answers
         partitions, num_vbuckets = engine.partitions, engine.num_vbuckets
-        value_bytes_max, first = state.limits.value_bytes_max, position
+        value_bytes_max, first = state.shared.limits.value_bytes_max, position
         first_answer = len(answers)
         changed_bytes = 0
         while position + HEADER_BYTES < end and not state.is_full:

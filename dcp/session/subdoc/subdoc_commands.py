@@ -206,7 +206,7 @@ class SubdocCommands:
             if is_deleted
             else Status.SUBDOC_MULTI_PATH_FAILURE
         )
-        left_bytes = RESULTS_PER_VALUE * self._state.limits.value_bytes_max
+        left_bytes = RESULTS_PER_VALUE * self._state.shared.limits.value_bytes_max
         size = 0
         for found in results:
             if isinstance(found, SubdocError):
@@ -376,7 +376,7 @@ class SubdocCommands:
         if not target.keeps_expiry:
             expiry = self._documents.absolute_expiry(target.key, target.expiry)
         try:
-            outcome = change.store(expiry, self._state.limits.value_bytes_max)
+            outcome = change.store(expiry, self._state.shared.limits.value_bytes_max)
         except SubdocError as error:
             self._state.observes(part.vb_id)
             self._refuse(opcode, opaque, error.status)

@@ -390,7 +390,7 @@ def test_versions_missing_end_stream_and_nothing_turns_for_ever(
     master.open(0, 1, opaque=6)
     [*_, end] = [f for f in master.frames() if f.opcode == Opcode.DCP_STREAM_END]
     assert (parse_stream_end(end), end.opaque) == (EndReason.BACKFILL_FAILED, 6)
-    [damage] = master.feed.damages
+    [(_, damage)] = master.feed.damages
     assert (
         "partition 0: versions between seqno 1 and 3 are missing (history floor 0), so member r"
         in damage
@@ -416,7 +416,9 @@ def test_damaged_history_ends_one_stream_and_says_so(monkeypatch: pytest.MonkeyP
     master.open(0, 1)
     frames = master.frames()
     assert [f.vb_id for f in frames if f.opcode == Opcode.DCP_STREAM_END] == [0]
-    assert master.feed.damages == ["block 7 of partition 0: its checksum is wrong"]
+    assert [why for _, why in master.feed.damages] == [
+        "block 7 of partition 0: its checksum is wrong"
+    ]
     assert told([unpack_entries(f) for f in frames if f.opcode == Opcode.X_REPLICA_ENTRIES]) == [
         (1, [1])
     ]

@@ -15,8 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
+from vbucket.engine.keyspace import Keyspace
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import is_deleted
 from vbucket.store.environment import StoreDamagedError
@@ -24,17 +23,11 @@ from vbucket.store.store import Store
 
 
 class DeferredLookups:
-    """See the module. `count(partition, key, documents)` adds to the number of documents."""
+    """See the module."""
 
-    def __init__(
-        self,
-        store: Store,
-        partitions: Sequence[Partition],
-        count: Callable[[Partition, bytes, int], None],
-    ) -> None:
+    def __init__(self, store: Store, keyspace: Keyspace) -> None:
         self._store = store
-        self._partitions = partitions
-        self._count = count
+        self._keyspace = keyspace
         self.presumed: dict[int, list[bytes]] = {}
         """Partition -> keys that were presumed documents. It is always the same dictionary:
         loops in C add to it, too."""
@@ -70,6 +63,6 @@ class DeferredLookups:
                 continue
             del self.presumed[vb_id]
             for key in without:
-                self._count(self._partitions[vb_id], key, 1)
+                self._keyspace.count(self._keyspace.partitions[vb_id], key, 1)
         if damage is not None:
             raise damage

@@ -35,7 +35,7 @@ class Replay:
         node = store.node()
         assert node is not None, "the store was created"
         self._part_merged = PartMerged(*(node.part_merged or (0, 0)))
-        self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
+        self._presumed = DeferredLookups(store, engine.keyspace)
         self._run = replay_run(engine.partitions)
 
     def apply_group(self, group: int, payload: bytes) -> None:

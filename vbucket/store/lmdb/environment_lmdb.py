@@ -25,6 +25,7 @@ from vbucket.store.environment import (
     StoreFailedError,
     StoreFullError,
     WriteLostError,
+    partition_of,
     place_of,
 )
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
@@ -510,11 +511,13 @@ def _check_names(folder: Path, found: Collection[str], tables: Sequence[str]) ->
 def _disordered(table: str, key: bytes) -> StoreDamagedError:
     return StoreDamagedError(
         f"{place_of(table, key)} is out of order: the tree is damaged; check the disk and restore "
-        "a backup"
+        "a backup",
+        partition_of(table, key),
     )
 
 
 def _damaged(table: str, key: bytes, error: Exception) -> StoreDamagedError:
     return StoreDamagedError(
-        f"{place_of(table, key)} cannot be read: {error}; check the disk and restore a backup"
+        f"{place_of(table, key)} cannot be read: {error}; check the disk and restore a backup",
+        partition_of(table, key),
     )

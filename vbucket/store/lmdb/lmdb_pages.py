@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import google_crc32c
 
 from vbucket.native import key_tree
-from vbucket.store.environment import Buffer, StoreDamagedError, place_of
+from vbucket.store.environment import Buffer, StoreDamagedError, partition_of, place_of
 
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
@@ -204,7 +204,8 @@ class PageReader:
         if any(at == key for at, _ in found):
             raise StoreDamagedError(
                 f"{place_of(table, key)} exists, but LMDB does not find it; check the disk and "
-                "restore a backup"
+                "restore a backup",
+                partition_of(table, key),
             )
         return found
 
@@ -511,10 +512,11 @@ class PageReader:
         return self._view[start : start + size]
 
     def _damaged(self, table: str, key: bytes, number: int, what: str) -> _PageDamagedError:
-        return _PageDamagedError(_text(table, key, number, what))
+        return _PageDamagedError(_text(table, key, number, what), partition_of(table, key))
 
     def _misplaced(self, table: str, key: bytes, number: int) -> StoreDamagedError:
-        return StoreDamagedError(_text(table, key, number, "has keys that do not belong there"))
+        text = _text(table, key, number, "has keys that do not belong there")
+        return StoreDamagedError(text, partition_of(table, key))
 
 
 def _text(table: str, key: bytes, number: int, what: str) -> str:

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from typing import NamedTuple
 
-from vbucket.store.environment import StoreDamagedError, place_of
+from vbucket.store.environment import StoreDamagedError, partition_of, place_of
 from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.lmdb_pages import (
     BIG_VALUE,
@@ -100,7 +100,8 @@ class PageScan(PageReader):
         except OSError as error:
             raise StoreDamagedError(
                 f"{place_of(table, key)}: bytes {start} to {stop} of the store's file cannot be "
-                f"read: {error.strerror}; check the disk and restore a backup"
+                f"read: {error.strerror}; check the disk and restore a backup",
+                partition_of(table, key),
             ) from error
         self._size_bytes += len(raw)
         return raw

@@ -23,9 +23,8 @@ from dcp.server.admin.answers import (
     read_body,
 )
 from dcp.server.admin.bodies import LogLine, LogLines, SettingRow, SettingTable, SettingValue
-from dcp.server.config.live_settings import LiveSettings
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import OPTIONS, flag_of, shown
+from dcp.server.config.sources import OPTIONS, LiveSettings, flag_of, shown
 from dcp.server.observe.event_log import LINES_KEPT, EventLog
 from dcp.session.access.rights import Role
 

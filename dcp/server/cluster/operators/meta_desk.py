@@ -89,7 +89,7 @@ class MetaDesk:
         told = NodeTestimony(
             member=replicated.member,
             operation=operation,
-            life=replicated.sent_map.version.life,
+            life=replicated.map.sent.version.life,
             records=records_of(replicated.seen.records.content().records),
             ends=replicated.core.held_logs(),
         )

@@ -24,8 +24,8 @@ from typing import Final
 
 from dcp.core.store_schedule import Work
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import Meter
-from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.process.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue

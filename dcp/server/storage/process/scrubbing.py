@@ -5,8 +5,8 @@
     found ──> an error in the event log, a line in the audit log, a row in the reports
     mended ─> a warning in the event log, a receipt in the audit log
 
-A partition in which a client or a stream met damage is looked at within LOOK_S. What a merge met
-and mended is told after it.
+A partition in which a client or a stream met damage is looked at next. What a merge met and
+mended is told after it.
 
 How far the pass came, and what it found, is in a file of the data folder, so a restart goes on.
 
@@ -21,6 +21,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import Annotated, Final
@@ -32,7 +33,6 @@ from dcp.core.store_schedule import Work, scrub_due_in_s, scrub_rest_s
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.meter import Meter
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.process.scrub_work import ScrubReport
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
@@ -47,8 +47,6 @@ SCRUB_FILE: Final = "scrub.json"
 ROWS_MAX: Final = 100
 SAVED_S: Final = 30.0
 """How often the progress is written to the file."""
-LOOK_S: Final = 0.2
-"""How often it is checked whether somebody met damage."""
 TROUBLE_S: Final = 10.0
 """Pause after the store process could not read a piece."""
 DEATHS_MAX: Final = 2
@@ -127,7 +125,6 @@ class Scrubbing:
         merging: Merging,
         store: Store,
         writer: LogWriter,
-        meter: Meter,
         audit: AuditLog,
         log: EventLog,
         period_s: float,
@@ -135,7 +132,6 @@ class Scrubbing:
         """`period_s`: in what time everything is read; 0: only on command."""
         self._merging = merging
         self._store = store
-        self._meter = meter
         self._path = data_dir / SCRUB_FILE
         self._queue = queue
         self._writer = writer
@@ -152,7 +148,12 @@ class Scrubbing:
         """When a partition was looked at because somebody met damage there."""
         self._deaths = 0
         """Of store processes at this place."""
+        self._suspects: set[int] = set()
+        """Partitions in which somebody met damage, until they were looked at."""
         self._woken = asyncio.Event()
+        merging.watch(self._woken)
+        self.found = asyncio.Event()
+        """Set when damage is found that was not known."""
         try:
             kept = read_scrub(data_dir)
             self.status, self._place = kept.status, ScrubPlace(kept.area, bytes.fromhex(kept.key))
@@ -170,11 +171,15 @@ class Scrubbing:
                 )
                 if due_s is None or due_s > 0:
                     await self._rest(due_s)
-                    if self._is_asked_to_look:
-                        await self._piece()
+                    if self._is_asked_to_look and (pause_s := await self._piece()):
+                        await asyncio.sleep(pause_s)  # the store process is in trouble
                     continue
                 self._begin(is_hurried=False)
-            await self._rest(await self._piece())
+            pause_s = await self._piece()
+            if self.status.trouble:
+                await asyncio.sleep(pause_s)
+            else:
+                await self._rest(pause_s)
 
     def start(self) -> ScrubStatus:
         """Begin a pass now, or let the one under way take all of its share of the processor."""
@@ -205,9 +210,11 @@ class Scrubbing:
         hours = max(0.0, time.time() - status.ended_s) / 3600
         return f"all was read {hours:.0f} h ago; {damages}"
 
-    def met(self, damage: str) -> None:
-        """Somebody met damage: look at its partition next."""
-        self._meter.met_damage(damage)
+    def met(self, vb_id: int | None) -> None:
+        """Somebody met damage: look at its partition next, if it is known."""
+        if vb_id is not None:
+            self._suspects.add(vb_id)
+            self._woken.set()
 
     def blocks_lacking(self) -> list[DamageRow]:
         """Return the damages that another copy's versions could mend."""
@@ -244,32 +251,26 @@ class Scrubbing:
 
     @property
     def _is_asked_to_look(self) -> bool:
-        return bool(self._meter.suspects) or self._merges != self._merging.count
+        return bool(self._suspects) or self._merges != self._merging.count
 
-    def _suspects(self) -> list[int]:
+    def _take_suspects(self) -> list[int]:
         """Take partitions to look at. One that was looked at just now has what cannot be mended."""
         before_s = time.monotonic() - AGAIN_S
-        taken = sorted(self._meter.suspects)[:SUSPECTS_MAX]
-        self._meter.suspects.difference_update(taken)
+        taken = sorted(self._suspects)[:SUSPECTS_MAX]
+        self._suspects.difference_update(taken)
         return [vb_id for vb_id in taken if self._looked_s.get(vb_id, before_s) <= before_s]
 
     async def _rest(self, seconds: float | None) -> None:
         """Return when it is time, when something has changed, or when somebody met damage."""
-        until_s = None if seconds is None else time.monotonic() + seconds
-        while until_s is None or (left_s := until_s - time.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(LOOK_S if until_s is None else min(LOOK_S, left_s)):
+        if not self._is_asked_to_look:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
                     await self._woken.wait()
-            except TimeoutError:
-                if self._is_asked_to_look:
-                    return
-                continue
-            self._woken.clear()
-            return
+        self._woken.clear()
 
     async def _piece(self) -> float:
         """Read one piece; return how long to rest."""
-        status, suspects = self.status, self._suspects()
+        status, suspects = self.status, self._take_suspects()
         place = self._place if status.is_running else ScrubPlace(len(AREAS))
         merges, end = self._merging.count, self._writer.synced_end
 
@@ -344,6 +345,7 @@ class Scrubbing:
                 before.last_s, before.what = now_s, row.what
                 continue
             known[row.name] = row
+            self.found.set()
             status.damages = [*status.damages, row][-ROWS_MAX:]
             status.found += 1
             facts = {

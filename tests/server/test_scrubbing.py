@@ -1,0 +1,95 @@
+"""The scrubber is woken by what it waits for, and not by a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dcp.server.storage.process.scrub_work import ScrubReport
+from dcp.server.storage.process.scrubbing import Scrubbing
+from vbucket.check.finding import Kind
+from vbucket.check.scrub import AREAS
+
+DAMAGE = [str(Kind.BLOCK), "store/data.mdb", "page 7", "its checksum is wrong", 5]
+
+
+class Store:
+    """The store process and its queue: each look notes its suspects, and finds the same."""
+
+    def __init__(self) -> None:
+        self.looks: list[list[int]] = []
+        self.looked = asyncio.Event()
+
+    async def do(self, _work: object, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        return await ask(self)
+
+    async def scrub(self, _place: object, _end: object, suspects: list[int]) -> ScrubReport:
+        self.looks.append(suspects)
+        self.looked.set()
+        return ScrubReport([len(AREAS), b""], 0, [DAMAGE] if suspects else [], 0.0, 0)
+
+    async def look(self) -> list[int]:
+        """Return the suspects of the next look."""
+        async with asyncio.timeout(20):
+            await self.looked.wait()
+        self.looked.clear()
+        return self.looks[-1]
+
+
+class Merging:
+    """Counts merges."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ended: list[asyncio.Event] = []
+        self.watch = self.ended.append
+
+    def end(self) -> None:
+        self.count += 1
+        for each in self.ended:
+            each.set()
+
+
+class Log:
+    """Takes lines."""
+
+    def write(self, *_: object, **__: object) -> None: ...
+
+    info = warning = error = write
+
+
+@pytest.mark.parametrize("starts_with_merge", [False, True])
+async def test_who_meets_damage_and_each_merge_wake_the_scrubber(
+    tmp_path: Path, starts_with_merge: bool
+) -> None:
+    store: Any = Store()
+    merging: Any = Merging()
+    log: Any = Log()
+    end: Any = SimpleNamespace(synced_end=SimpleNamespace(to_document=list))
+    reader: Any = SimpleNamespace(refresh=lambda: None)
+    scrubbing = Scrubbing(tmp_path, store, merging, reader, end, log, log, 0.0)
+    task = asyncio.create_task(scrubbing.run())
+    try:
+        await asyncio.sleep(0)
+        assert store.looks == [], "no pass is due: only a command begins one"
+        if starts_with_merge:
+            merging.end()
+            assert await store.look() == []
+        scrubbing.met(5)
+        scrubbing.met(None)
+        assert await store.look() == [5]
+        await asyncio.wait_for(scrubbing.found.wait(), 20)  # what repairs from copies waits for
+        assert [row.vb for row in scrubbing.status.damages] == [5]
+        merging.end()
+        assert await store.look() == []
+        assert len(store.looks) == 2 + starts_with_merge
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
