@@ -91,11 +91,11 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
 async def backup(server: str, archive: str, history: bool) -> dict[str, Any]:
     """One full run."""
     from clients.backup.archives.archive import create_archive
-    from clients.backup.run import Backup
+    from clients.backup.run import Backup, BackupOptions
 
     began = time.process_time()
     made = create_archive(archive, time.time_ns())
-    report = await Backup(made, parse_address(server), history=history).run()
+    report = await Backup(made, parse_address(server), BackupOptions(history=history)).run()
     record = report.record
     return {
         "changes": record.changes, "seconds": report.seconds, "raw_bytes": record.raw_bytes,

@@ -77,7 +77,7 @@ FEATURES: Final[dict[str, Feature]] = {
 
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
-    "arguments of a constructor": Cap(13, 10),
+    "arguments of a constructor": Cap(11, 10),
     "callbacks passed to constructors": Cap(65, 40),
     "Protocol classes": Cap(34, 25),
     "support modules of tests": Cap(25, 25),

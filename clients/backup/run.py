@@ -143,50 +143,52 @@ class _Session:
         self._backup.wake.set()
 
 
-class Backup:
-    """One run. `history`: stream every version, not only the newest in each snapshot.
+class BackupOptions(NamedTuple):
+    """How a run is made. The values after `from_replicas` are limits, for tests."""
 
-    `versions_max`: name only this many versions in a stream request (None: all), for comparisons.
-    `from_replicas`: read copies that are not masters. What they have then is backed up.
-    `give_up`: the first lost or damaged run. It and all later runs are dropped.
-    """
+    history: bool = True
+    """Stream every version, not only the newest in each snapshot."""
+    level: int = LEVEL
+    versions_max: int | None = None
+    """Name only this many versions in a stream request (None: all), for comparisons."""
+    give_up: int | None = None
+    """The first lost or damaged run. It and all later runs are dropped."""
+    from_replicas: bool = False
+    """Read copies that are not masters. What they have then is backed up."""
+    give_up_after_s: float = GIVE_UP_AFTER_S
+    keep_s: float = KEEP_S
+    queue_chunks: int = QUEUE_CHUNKS
+    chunk_bytes: int = CHUNK_BYTES
+    segment_bytes: int = SEGMENT_BYTES
+
+
+_DEFAULT: Final = BackupOptions()
+
+
+class Backup:
+    """One run."""
 
     def __init__(
         self,
         archive: Archive,
         address: ServerAddress,
+        options: BackupOptions = _DEFAULT,
         *,
-        history: bool = True,
-        level: int = LEVEL,
-        versions_max: int | None = None,
-        give_up: int | None = None,
-        from_replicas: bool = False,
         on_progress: Callable[[BackupProgress], None] | None = None,
-        give_up_after_s: float = GIVE_UP_AFTER_S,
-        keep_s: float = KEEP_S,
-        queue_chunks: int = QUEUE_CHUNKS,
-        chunk_bytes: int = CHUNK_BYTES,
-        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.wake = asyncio.Event()
         self._archive = archive
         self._address = address
-        self._history = history
-        self._level = level
-        self._versions_max = versions_max
-        self._give_up = give_up
+        self._options = options
+        self._history = options.history
         self._on_progress = on_progress
-        self._give_up_after_s = give_up_after_s
-        self._keep_s = keep_s
-        self._queue_chunks = queue_chunks
-        self._segment_bytes = segment_bytes
         self._sessions: dict[Place, _Session] = {}
         self._feeds: dict[int, Feed] = {}
         self._dials = Dials(address, self.wake, features=PUSH_FEATURES, longest_s=PAUSE_MAX_S)
         self._cluster = self._dials.cluster
-        self._copies = Copies() if from_replicas else None
+        self._copies = Copies() if options.from_replicas else None
         self._dialing = Dialing(self._dials, self._refresh, self._copies)
-        self._chunker = Chunker(chunk_bytes)
+        self._chunker = Chunker(options.chunk_bytes)
         self._queue: list[asyncio.Future[None]] = []
         """Chunks whose result was not looked at yet; those that are written, too."""
         self._waiting = 0
@@ -211,13 +213,14 @@ class Backup:
         began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         with self._archive.lock("backup run") as lock:
-            runs, run, found = self._archive.begin_run(lock, self._give_up)
+            runs, run, found = self._archive.begin_run(lock, self._options.give_up)
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
                 self._history = found[0][2].is_history
             self._writer = SegmentWriter(
                 self._archive, lock, run, started_ns,
-                is_history=self._history, level=self._level, segment_bytes=self._segment_bytes,
+                is_history=self._history, level=self._options.level,
+                segment_bytes=self._options.segment_bytes,
             )  # fmt: skip
             self._writer.adopt(found)
             try:
@@ -264,7 +267,7 @@ class Backup:
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
-        if self._waiting > self._queue_chunks and not self._is_paused:
+        if self._waiting > self._options.queue_chunks and not self._is_paused:
             self._is_paused = True
             for other in self._sessions.values():
                 other.link.pause_reading()
@@ -285,13 +288,13 @@ class Backup:
             legs.update(footer.legs)
         for vb_id in range(topology.num_vbuckets):
             chain: list[Placed] = [placed for item in runs for placed in item.placed(vb_id)]
-            feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._versions_max)
+            feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._options.versions_max)
             self._feeds[vb_id] = feed
 
     async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
         """Stream until every partition is done. Handle lost connections and moved partitions."""
         progress_at_s, progress = time.monotonic(), -1
-        keep_at_s = time.monotonic() + self._keep_s
+        keep_at_s = time.monotonic() + self._options.keep_s
         while self._done < len(self._feeds):
             now_s = time.monotonic()
             self._collect_lost(dialing)
@@ -303,14 +306,14 @@ class Backup:
                     dialing.reset()
             elif self._queue:
                 progress_at_s = now_s  # the archive is slow, not the server
-            elif now_s - progress_at_s > self._give_up_after_s:
+            elif now_s - progress_at_s > self._options.give_up_after_s:
                 raise dialing.failure or OperationTimeoutError(
-                    f"no change arrived for {self._give_up_after_s:g} s, and"
+                    f"no change arrived for {self._options.give_up_after_s:g} s, and"
                     f" {len(self._feeds) - self._done} partitions are not finished",
                     node=self._address.node,
                 )
             if now_s > keep_at_s:
-                keep_at_s = now_s + self._keep_s
+                keep_at_s = now_s + self._options.keep_s
                 await asyncio.to_thread(lock.keep)
             await self._tick()
 
@@ -392,7 +395,7 @@ class Backup:
         At once, and not at the next tick: until then the thread would run out of chunks.
         """
         self._waiting -= 1
-        if self._is_paused and self._waiting <= self._queue_chunks // 2:
+        if self._is_paused and self._waiting <= self._options.queue_chunks // 2:
             self._is_paused = False
             for session in self._sessions.values():
                 session.link.resume_reading()

@@ -85,7 +85,7 @@ def run_(
     *, target: Target, url: str, newest_only: bool, from_replicas: bool, give_up: int | None
 ) -> int:
     """Back up."""
-    from clients.backup.run import Backup, BackupProgress, RunReport
+    from clients.backup.run import Backup, BackupOptions, BackupProgress, RunReport
 
     archive = create_archive(url, time.time_ns())
     with reported(target, "run", archive) as reporting, run_bar() as update:
@@ -98,10 +98,10 @@ def run_(
         # asyncio.run's SIGINT handler holds the task, and `signal` formats a handler when it is
         # replaced: with it whatever the task returned.
         async def go() -> None:
-            work = Backup(
-                archive, target.address, history=not newest_only, give_up=give_up,
-                from_replicas=from_replicas, on_progress=on_progress,
-            )  # fmt: skip
+            options = BackupOptions(
+                history=not newest_only, give_up=give_up, from_replicas=from_replicas
+            )
+            work = Backup(archive, target.address, options, on_progress=on_progress)
             reports.append(await work.run())
 
         asyncio.run(go())

@@ -31,7 +31,7 @@ from clients.backup.archives.lock import LockTimes
 from clients.backup.intake import Intake
 from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
 from clients.backup.restore_load import FRAMES_BYTES_MAX, load_of
-from clients.backup.run import Backup, collections_of
+from clients.backup.run import Backup, BackupOptions, collections_of
 from clients.errors import (
     OperationTimeoutError,
     StreamViolationError,
@@ -120,7 +120,7 @@ def test_who_lost_the_lease_writes_no_segment(server, monkeypatch):
 
     monkeypatch.setattr(segment_writer.SegmentWriter, "add", steal_and_add)
     with pytest.raises(ArchiveLockedError, match="in use by a thief"):
-        asyncio.run(Backup(made, address, keep_s=1000).run())
+        asyncio.run(Backup(made, address, BackupOptions(keep_s=1000)).run())
     assert made.files() == {}
 
 
@@ -149,7 +149,7 @@ def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
     monkeypatch.setattr(run_module.SegmentWriter, "add", slow_add)
     monkeypatch.setattr(run_module, "time", Clock)
     made = create_archive(str(archive), 1)
-    asyncio.run(Backup(made, parse_address(server.address), queue_chunks=0).run())
+    asyncio.run(Backup(made, parse_address(server.address), BackupOptions(queue_chunks=0)).run())
     assert passed_s[0] > 5000
     assert len(made.runs()) == 1
 
@@ -186,9 +186,8 @@ def back_up_without_ticks(server, archive, monkeypatch, queue_chunks):
     monkeypatch.setattr(dials_module, "Link", CountedLink)
     monkeypatch.setattr(CountedLink, "pauses", 0)
     made = create_archive(str(archive), 1)
-    work = Backup(
-        made, parse_address(server.address), queue_chunks=queue_chunks, chunk_bytes=20_000
-    )
+    options = BackupOptions(queue_chunks=queue_chunks, chunk_bytes=20_000)
+    work = Backup(made, parse_address(server.address), options)
     report = asyncio.run(asyncio.wait_for(work.run(), 60))
     assert report.record.changes >= 3000
     return CountedLink.pauses
@@ -208,11 +207,12 @@ def test_chunks_that_are_written_do_not_pause_the_reading(server, archive, monke
 
 KILLED = """
 import os, signal, sys
+from functools import partial
+from clients.backup import run
 from clients.backup.archives import place
-from clients.backup.run import Backup
 from clients.cli.dcpctl import run as dcpctl
 
-Backup.__init__.__kwdefaults__.update(chunk_bytes=4_000, segment_bytes=20_000)
+run.BackupOptions = partial(run.BackupOptions, chunk_bytes=4_000, segment_bytes=20_000)
 write = place._write_local
 
 
@@ -338,7 +338,7 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
 
     monkeypatch.setattr(Link, "topology", topology_now)
     made, address = create_archive(str(archive), 1), parse_address(server.address)
-    work = Backup(made, address, on_progress=seen.append, give_up_after_s=10)
+    work = Backup(made, address, BackupOptions(give_up_after_s=10), on_progress=seen.append)
     report = asyncio.run(work.run())
     assert ends_of(report.record) == {
         vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
@@ -507,7 +507,7 @@ def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, mo
     with monkeypatch.context() as patch:
         patch.setattr(Link, "topology", lambda *_, **__: lost)
         with pytest.raises(TopologyError, match="no node is active") as info:
-            asyncio.run(Backup(made, address, give_up_after_s=2).run())
+            asyncio.run(Backup(made, address, BackupOptions(give_up_after_s=2)).run())
     assert info.value.vb_id == 7
     assert made.runs() == []
     assert made.unfinished(1), "though less than a segment came"
@@ -532,7 +532,9 @@ def test_full_disk_is_told_of_and_run_goes_on_when_there_is_room(server, archive
     with monkeypatch.context() as patch:
         patch.setattr(place.os, "fsync", fsync)
         with pytest.raises(ArchiveError, match="cannot be written: No space left") as info:
-            asyncio.run(Backup(made, address, chunk_bytes=4_000, segment_bytes=10_000).run())
+            asyncio.run(
+                Backup(made, address, BackupOptions(chunk_bytes=4_000, segment_bytes=10_000)).run()
+            )
     assert "Free some space" in info.value.hint
     assert made.runs() == []
     assert not list(archive.rglob("*.part")), "what was not written takes no room"
@@ -571,7 +573,7 @@ def test_an_archive_of_as_many_runs_as_it_may_have(archive):
 
 def test_a_server_that_is_gone_is_given_up_in_words(server, archive):
     made = create_archive(str(archive), 1)
-    work = Backup(made, parse_address("127.0.0.1:1"), give_up_after_s=0.2)
+    work = Backup(made, parse_address("127.0.0.1:1"), BackupOptions(give_up_after_s=0.2))
     from clients.errors import ConnectError
 
     with pytest.raises(ConnectError):

@@ -11,7 +11,7 @@ import pytest
 from clients import CheckpointFile, Consumer, Deletion, Mutation, Rollback
 from clients.address import parse_address
 from clients.backup.archives.archive import create_archive
-from clients.backup.run import Backup
+from clients.backup.run import Backup, BackupOptions
 from clients.errors import UnsupportedError
 from clients.spark.fetch import fetch
 from clients.spark.plan import PlanStep
@@ -147,7 +147,7 @@ async def test_backups_spark_and_watch_read_copies(tmp_path: Path) -> None:
             patch.setattr(DcpCommands, "_answer_stream", noted)
             archive = create_archive(str(tmp_path / "archive"), 1)
             for changes in (KEYS, 0):
-                report = await Backup(archive, address, from_replicas=True).run()
+                report = await Backup(archive, address, BackupOptions(from_replicas=True)).run()
                 assert report.record.changes == changes
             assert served == {VbState.REPLICA}
 

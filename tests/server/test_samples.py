@@ -135,7 +135,8 @@ class FollowerOf:
         )  # fmt: skip
         self.peer = f"peer of {name}"
         self.unacked_s = 0.0
-        self.session = SimpleNamespace(state=SimpleNamespace(producer=producer, user="u"))
+        state = SimpleNamespace(producer=producer, login=SimpleNamespace(user="u"))
+        self.session = SimpleNamespace(state=state)
 
 
 class Crew(list):

@@ -74,7 +74,7 @@ def test_end_5_backfill_failed_when_the_store_cannot_be_read(
     peer.stream(VB + 1)
     frames = peer.drain()
     assert ends(frames) == [EndReason.BACKFILL_FAILED]
-    assert peer.producer.damages == ["partition 7: the checksum does not match"]
+    assert peer.producer.damages == [(7, "partition 7: the checksum does not match")]
     assert not peer.producer.has_stream(VB)
     assert peer.producer.has_stream(VB + 1), "the others go on"
     assert peer.producer._backlogs == 0
