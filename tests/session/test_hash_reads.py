@@ -116,9 +116,9 @@ def test_long_work_takes_turns_and_gives_the_same(
     for module in ("engine", "store"):
         monkeypatch.setattr(f"vbucket.{module}.hashes.ROWS_AT_ONCE", 20)
     entered: list[object] = []
-    enter = peer.state.long_queue.enter
+    enter = peer.state.shared.long_queue.enter
     monkeypatch.setattr(
-        peer.state.long_queue, "enter", lambda *args: (entered.append(args), enter(*args))
+        peer.state.shared.long_queue, "enter", lambda *args: (entered.append(args), enter(*args))
     )
     found = asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0))
     assert len(entered) == 2
