@@ -101,6 +101,7 @@ OURS = ("dcpd", "clients", "dcp", "vbucket", "failover")
 INTERNAL_ERRORS = {
     "clients.backup.archives.segment.DamagedError": "becomes ArchiveDamagedError, with its segment",
     "clients.spark.columns.NotTextError": "becomes DcpdError, which names the change",
+    "clients.kv.differences.": "dcpctl diff prints it",
     "clients.cli.": "dcpctl prints them",
     "clients.conformance.": "become results and reports; dcpd.conformance exports its one error",
     "clients.testing.control.": "becomes an answer over HTTP",

@@ -60,6 +60,7 @@ class BatchCommand:
             raise RefusedError(
                 Status.EINVAL, f"a batch has 1 to {BATCH_CHANGES_MAX} changes, not {count}"
             )
+        self._documents.locate(request.vb_id, request.key)
         changes = list(self._changes(request))
         if len(changes) != count or len({change.key for change in changes}) != count:
             raise RefusedError(
