@@ -111,7 +111,17 @@ def test_long_work_takes_turns_and_gives_the_same(
     for key in KEYS[150:280]:
         peer.set(0, key, b"not merged")
     node.commit()
-    wanted = asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0))
+    seqnos = b"".join(map(SEQNO.pack, range(1, 400)))
+
+    def answers() -> list[Frame]:
+        return [
+            asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0)),
+            asked(peer, What.DOCUMENTS, value=seqnos),
+        ]  # fmt: skip
+
+    monkeypatch.setattr("dcp.session.kv.hash_reads.STEP_SEQNOS", 10_000)
+    wanted = answers()
+    monkeypatch.setattr("dcp.session.kv.hash_reads.STEP_SEQNOS", 10)
     monkeypatch.setattr("vbucket.engine.hashes.STEP_KEYS", 10)
     for module in ("engine", "store"):
         monkeypatch.setattr(f"vbucket.{module}.hashes.ROWS_AT_ONCE", 20)
@@ -120,8 +130,8 @@ def test_long_work_takes_turns_and_gives_the_same(
     monkeypatch.setattr(
         peer.state.shared.long_queue, "enter", lambda *args: (entered.append(args), enter(*args))
     )
-    found = asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0))
-    assert len(entered) == 2
+    found = answers()
+    assert len(entered) == 3
     assert [each.value for each in found] == [each.value for each in wanted]
     assert len(versions_in(found[1].value)) == 277
 

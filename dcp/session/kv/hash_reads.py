@@ -44,6 +44,8 @@ from vbucket.native.key_hashes import BITS_MAX, Row
 from vbucket.store.key_record import BY_KEY_RECORD, by_key_item, checked_meta
 from vbucket.store.plain_value import plain_body
 
+STEP_SEQNOS: Final = 128
+"""Versions that are read between two pauses: some milliseconds if the store has them."""
 _KEYS_MAX: Final = 1 << BITS_MAX
 
 
@@ -124,9 +126,13 @@ class HashReads:
         seqnos = self._numbers(request, SEQNO, SEQNOS_MAX)
         part, versions = self._partition(request), self._state.engine.versions
         prefix = encode_leb128(collection_id)
+        vb_uuid = part.vb_uuid
         packed, size, more = [], 0, 0
-        for seqno in seqnos:
-            if size >= LISTED_BYTES_MAX:
+        for index, seqno in enumerate(seqnos):
+            if index and not index % STEP_SEQNOS:
+                yield
+                part = self._partition(request)
+            if size >= LISTED_BYTES_MAX or part.vb_uuid != vb_uuid:  # the client looks at that
                 more = 1
                 break
             entry = versions.entry_at(part, seqno) if seqno <= part.high_seqno else None
@@ -142,7 +148,6 @@ class HashReads:
             size += len(packed[-1])
         extras = TOLD.pack(part.vb_uuid, part.high_seqno, len(packed), 0, more)
         self._answer(request, extras, b"".join(packed))
-        yield from ()
 
     def _numbers(self, request: Frame, form: Struct, most: int) -> Sequence[int]:
         try:
