@@ -125,7 +125,7 @@ async def test_metrics_while_nodes_die(tmp_path: Path, caplog: pytest.LogCapture
             assert metrics_of(node)["dcpd_replica_lag_changes", other] == 0
 
         cluster.clients["n1"].is_away = True
-        assert metrics_of(cluster.nodes["n1"])["dcpd_metadata_store_up",] == 0
+        await until_so(lambda: metrics_of(cluster.nodes["n1"])["dcpd_metadata_store_up",] == 0)
         cluster.clients["n1"].is_away = False
         await cluster.kill("n2")
         await until_so(lambda: metrics_of(cluster.nodes["n1"])["dcpd_cluster_nodes", "down"] == 2)

@@ -76,7 +76,7 @@ async def test_roles_and_lags(tmp_path: Path) -> None:
         await cluster.become_member("n1", copies=2)
         await cluster.start("n2")
         await cluster.become_member("n2")
-        await until_so(lambda: len(shared(cluster, "n1", "n2")) > 100)
+        await until_so(lambda: len(shared(cluster, "n1", "n2")) > PARTITIONS // 10)
         async with cluster.client("n1") as kv:
             await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
         found = status_of(cluster, "n1")
@@ -117,7 +117,7 @@ async def test_what_takes_no_writes_while_the_store_is_away(tmp_path: Path) -> N
         await cluster.become_member("n1", copies=2)
         await cluster.start("n2")
         await cluster.become_member("n2")
-        await until_so(lambda: len(shared(cluster, "n1", "n2")) > 100)
+        await until_so(lambda: len(shared(cluster, "n1", "n2")) > PARTITIONS // 10)
         for client in cluster.clients.values():
             client.is_away = True
         async with cluster.client("n1", timeout_s=2.0) as kv:
