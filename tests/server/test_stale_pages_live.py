@@ -27,7 +27,7 @@ from vbucket.model.ids import vbucket_of
 
 KEYS = [b"key %05d " % number + b"x" * 150 for number in range(3_000)]
 ABSENT = [key + b" absent" for key in KEYS[::5]]
-ROUNDS = 6
+ROUNDS = 8
 STALE_MAX = 12
 """So many pages are outdated at once."""
 
@@ -63,7 +63,7 @@ def packet(opcode: int, key: bytes, value: bytes = b"") -> bytes:
 @pytest.fixture(scope="module")
 def aged(tmp_path_factory: pytest.TempPathFactory) -> Aged:
     folder = tmp_path_factory.mktemp("stale") / "data"
-    draw = random.Random(11)
+    draw = random.Random(12)
     documents: dict[bytes, bytes] = {}
     older = []
     for number in range(ROUNDS):
