@@ -67,10 +67,7 @@ async def member_and_newcomer(
     cluster._settings = ours
     await cluster.start("n1")
     n1 = await cluster.become_member("n1", copies=2)
-    await until_so(lambda: is_alive(cluster))
-    if n1.ports.kv_tls:
-        port = f'"kv_tls_port":{n1.ports.kv_tls}'.encode()
-        await until_so(lambda: any(port in each for each in stored(cluster).values()))
+    await until_known(cluster, n1)
     cluster._settings = others
     return await cluster.start("n2")
 
@@ -91,6 +88,14 @@ def is_alive(cluster: ClusterHere) -> bool:
     )
     assert isinstance(found, RangeResult)
     return bool(found.items)
+
+
+async def until_known(cluster: ClusterHere, node: Node) -> None:
+    """Return when the store has a member as alive, with its TLS port if it has one."""
+    await until_so(lambda: is_alive(cluster))
+    if node.ports.kv_tls:
+        port = f'"kv_tls_port":{node.ports.kv_tls}'.encode()
+        await until_so(lambda: any(port in each for each in stored(cluster).values()))
 
 
 def token(secret: str = SECRET) -> str:
@@ -285,8 +290,7 @@ async def test_a_node_joins_at_its_start_before_it_listens(
     path.write_text(token())
     cluster._settings = settings(ca)
     await cluster.start("n1")
-    await cluster.become_member("n1", copies=2)
-    await until_so(lambda: is_alive(cluster))
+    await until_known(cluster, await cluster.become_member("n1", copies=2))
     joins = {"cluster": "join", "cluster_token_file": path, "node_name": "n2"}
     cluster._settings = {**settings(ca), **joins}
     await cluster.start("n2")

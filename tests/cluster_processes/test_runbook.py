@@ -268,7 +268,7 @@ def test_certificates_of_another_ca_without_a_stop(tmp_path: Path) -> None:
         paste(cluster, drop, **files)
         cluster.restart("n2")
         assert reads_hello(cluster)
-        assert not cluster.status()["problems"]
+        until(lambda: not cluster.status()["problems"])
 
 
 def test_a_cluster_becomes_one_node_again() -> None:

@@ -122,7 +122,7 @@ def test_damage_does_not_end_a_replica() -> None:
         changes.settle()
         assert counts(node) == [3, 4], "the other partition is settled, and once"
     (met,) = changes.damages
-    assert met.startswith(f"partition {VB}:")
+    assert met == VB
     node.env.flip(BY_KEY_TABLE, record, 5)
     node.store.refresh()
     for _ in range(2):
