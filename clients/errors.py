@@ -181,7 +181,8 @@ class CheckpointError(DcpdError):
 
 class EpochGoneError(DcpdError):
     """A member of a group has an older epoch than who has its partitions now. Whoever stores
-    positions raises it; `GroupMember.deliveries` waits for the next share where `begin` does.
+    positions raises it; `GroupMember.deliveries` waits for the next share where `begin` does, and
+    after `GroupMember.refused`.
     """
 
 

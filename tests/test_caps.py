@@ -44,7 +44,7 @@ class Feature(NamedTuple):
 
 FEATURES: Final[dict[str, Feature]] = {
     "retention for named consumers": Feature(6, 1045),
-    "groups that live, dcpctl consumer groups": Feature(3, 526),
+    "groups that live, dcpctl consumer groups": Feature(3, 542),
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
     "streams from copies that are not masters": Feature(1, 340),

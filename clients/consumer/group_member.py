@@ -11,7 +11,8 @@ begins, and every member begins again with its share of the partitions.
 A member that stands still may not know yet that its epoch is gone. So `begin(share)` fences: it
 marks the share's partitions with the epoch where the effects are stored, in the transaction that
 reads their positions, and a later transaction of an older epoch must not go through
-(docs/consumers.md#groups-that-live).
+(docs/consumers.md#groups-that-live). A member whose transaction was refused says so (`refused`):
+what follows of that share would leave a gap in the partitions that it keeps.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class GroupMember:
         """Its own name in the group."""
         self.share: Share | None = None
         """None: it does not know, because the server has not answered for a lease."""
+        self._refused: Share | None = None
         self._changed = asyncio.Event()
         """Replaced with each change of the share."""
         self._kv: KvClient | None = None
@@ -150,8 +152,16 @@ class GroupMember:
             async with consumer:
                 async for delivery in _until(changed, consumer.deliveries()):
                     yield share, delivery
+                    if self._refused == share:
+                        await changed.wait()
             if not changed.is_set():
                 return  # with until_now
+
+    def refused(self, share: Share) -> None:
+        """A transaction of this share was refused, because a later epoch has one of its partitions.
+        Nothing more of it comes; the next share begins where the effects are.
+        """
+        self._refused = share
 
     async def _beat_always(self) -> None:
         heard_s = time.monotonic()

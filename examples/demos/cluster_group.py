@@ -97,7 +97,8 @@ async def follow(server: str, path: Path) -> None:
             try:
                 file.take(share, events, positions)
             except EpochGoneError as error:
-                print(error, file=sys.stderr, flush=True)  # the next share comes
+                print(error, file=sys.stderr, flush=True)
+                member.refused(share)
     finally:
         await member.__aexit__(None, None, None)
 

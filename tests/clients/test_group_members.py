@@ -66,7 +66,7 @@ async def main():
                 db.executemany("UPDATE positions SET position = ? WHERE vb = ?",
                                [(encode_position(p), vb) for vb, p in positions.items()])
         except EpochGoneError:
-            continue  # the next share comes
+            member.refused(share)
 
 async def run():
     global member
@@ -106,6 +106,27 @@ async def test_members_share_the_partitions_and_take_over(server: DcpServer) -> 
             assert first.share.epoch > epoch
             assert len(first.share.vbuckets) == 1024
             second._beating = asyncio.get_running_loop().create_task(second._beat_always())
+
+
+async def test_nothing_of_a_share_follows_a_refusal(server: DcpServer) -> None:
+    """The refused delivery may have had changes of partitions that the member keeps."""
+    begun: list[int] = []
+    keys = [b"refused-%d" % number for number in range(40)]
+    async with (
+        KvClient.connect(server.address) as kv,
+        GroupMember(server.address, "refused") as member,
+    ):
+        await kv.set_many(dict.fromkeys(keys, b"1"))
+        found = member.deliveries(lambda share: begun.append(share.epoch) or {})
+        share, _ = await anext(found)
+        member.refused(share)
+        coming = asyncio.ensure_future(anext(found))
+        await kv.set_many(dict.fromkeys(keys, b"2"))
+        assert (await asyncio.wait({coming}, timeout=0.5))[0] == set()
+        async with GroupMember(server.address, "refused"):
+            again, _ = await coming
+            assert begun == [share.epoch, again.epoch]
+            await found.aclose()
 
 
 @pytest.mark.parametrize("give_up_after_s", [None, 0.0])

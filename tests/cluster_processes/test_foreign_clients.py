@@ -352,7 +352,14 @@ def followed(java: Peer, found: dict[str, Any]) -> list[str]:
     try:
         until(has_all)
     except AssertionError:
-        return [*lines[:20], "failed it has not got everything"]
+        has = {line.split("\t")[0]: line.split("\t")[-1] for line in lines}
+        differing = [
+            key
+            for key in has.keys() | found.keys()
+            if key not in has or key not in found or msgspec.json.decode(has[key]) != found[key]
+        ]
+        told = [f"{key}: {has.get(key)}, not {found.get(key)}" for key in sorted(differing)[:5]]
+        return [f"failed {len(differing)} of {len(found)} documents differ: {told}"]
     finally:
         java.end()
     return lines

@@ -74,7 +74,7 @@ def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> 
         command("--rows", str(ROWS), "--deaths", "1", "--all"),
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "cluster-demo: all equal, nothing lost"
     summary = {line[:16].strip(): line[16:] for line in lines[1 : lines.index("")]}
