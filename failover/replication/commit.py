@@ -332,7 +332,7 @@ class HighWatermarks:
         self._effects = effects
         self.announced = Announced()
 
-    def raise_(self, vb_ids: Iterable[int]) -> None:
+    def advance(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
         rose: list[int] = []
         masterships, lagging = self._masterships, self._commits.lagging

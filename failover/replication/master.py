@@ -258,7 +258,7 @@ class Master:
     def records_were_kept(self) -> None:
         """See MasterSide. The same for this node's own disk."""
         if self._parting and (held := self._release_parting(tuple(self._parting))):
-            self.watermarks.raise_(held)
+            self.watermarks.advance(held)
             self.steps.ask()
 
     def _release_parting(self, vb_ids: Iterable[int]) -> list[int]:
@@ -455,7 +455,7 @@ class Master:
             if mastership is not None and mastership.epoch == each.epoch:
                 mastership.acknowledged(member, each.epoch, each.seqno)
                 touched.append(each.vb_id)
-        self.watermarks.raise_(touched)
+        self.watermarks.advance(touched)
 
     def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
@@ -466,7 +466,7 @@ class Master:
                 for group in found.groups:
                     feed.group_committed(group, found.committed)
         if found.one_by_one:
-            self.watermarks.raise_(found.one_by_one)
+            self.watermarks.advance(found.one_by_one)
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""

@@ -183,7 +183,7 @@ class ReplicationCore:
         vb_ids = tuple(sorted(vb_ids))
         cluster = self._session.view.cluster
         if cluster is not None and self.master.take_min_in_sync(cluster.content.min_in_sync):
-            self.watermarks.raise_(tuple(self.master.masterships))
+            self.watermarks.advance(tuple(self.master.masterships))
         for vb_id in vb_ids:
             if vb_id >= self._engine.num_vbuckets:
                 continue
@@ -288,7 +288,7 @@ class ReplicationCore:
             )  # fmt: skip
         else:
             self.master.take_record(vb_id, record, stored.item.mod_revision)
-            self.watermarks.raise_((vb_id,))
+            self.watermarks.advance((vb_id,))
         self.master.decide_waiting(vb_id)
         if (ended := self.master.branch_ended(vb_id, record)) is not None:
             self._effects.append(ended)
@@ -329,8 +329,8 @@ class ReplicationCore:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self.watermarks.raise_(self.master.group_synced(now_ns, group))
-        self.watermarks.raise_(self._followed_and_announced(group))
+        self.watermarks.advance(self.master.group_synced(now_ns, group))
+        self.watermarks.advance(self._followed_and_announced(group))
         self.replica.synced(self._commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
@@ -391,7 +391,7 @@ class ReplicationCore:
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
         active = self.master.serving.active()
-        self.watermarks.raise_(self._commits.lagging.keys() | active)
+        self.watermarks.advance(self._commits.lagging.keys() | active)
         self.master.serve(now_ns)
         self.master.serving.arrivals.expire(now_ns)
         self._mark_unheard()

@@ -535,7 +535,7 @@ class Replica:
         # a branch or an unclean election may have replaced them.
         self._watermarks.announced.cap(part.vb_id, part.high_seqno)
         self._watermarks.announced.note(vb_id, welcome.committed_seqno)
-        self._watermarks.raise_((vb_id,))
+        self._watermarks.advance((vb_id,))
         self._handovers.hurry()
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
@@ -689,11 +689,11 @@ class Replica:
             return
         for vb_id, seqno in seqnos.items():
             self._watermarks.announced.note(vb_id, seqno)
-        self._watermarks.raise_(seqnos)
+        self._watermarks.advance(seqnos)
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
-        self._watermarks.raise_(vb_ids)
+        self._watermarks.advance(vb_ids)
 
     def _take_control(self, section: EntriesSection, control: Control) -> None:
         engine, vb_id = self._engine, section.vb_id

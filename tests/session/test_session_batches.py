@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from clients.operation import Operation, batch_operation, delete_operation, store_operation
 from dcp.session.access.rights import Rights, Role, Scope
+from dcp.session.kv.documents import DocumentCommands
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import BATCH_CHANGE, MUTATION_TOKEN, U32, parse_mutation
@@ -181,6 +182,22 @@ def test_malformed_requests_change_nothing() -> None:
         assert peer.ask(Opcode.X_BATCH, **{**good, **wrong}).status == Status.EINVAL, wrong
     assert seqnos(node) == [0] * node.partitions
     assert peer.ask(Opcode.X_BATCH, **good).status == 0
+
+
+def test_no_more_changes_are_read_than_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = MemoryNode()
+    peer = connect(node)
+    _, key, _, value, _ = batch_operation([put(b"k%d" % number, b"v") for number in range(100)])
+    read = []
+    kept = DocumentCommands.absolute_expiry
+    monkeypatch.setattr(
+        DocumentCommands, "absolute_expiry", lambda *args: (read.append(1), kept(*args))[1]
+    )
+    answer = peer.ask(
+        Opcode.X_BATCH, vb_id=place(node, key), key=key, extras=U32.pack(2), value=value
+    )
+    assert (answer.status, len(read)) == (Status.EINVAL, 3)
+    assert seqnos(node) == [0] * node.partitions
 
 
 def test_each_change_needs_its_rights() -> None:

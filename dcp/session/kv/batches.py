@@ -15,6 +15,7 @@ change cannot be made, and nothing was changed. Nodes of clusters refuse the com
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from dcp.session.access.rights import split_key
 from dcp.session.kv.documents import DocumentCommands
@@ -61,7 +62,7 @@ class BatchCommand:
                 Status.EINVAL, f"a batch has 1 to {BATCH_CHANGES_MAX} changes, not {count}"
             )
         self._documents.locate(request.vb_id, request.key)
-        changes = list(self._changes(request))
+        changes = list(islice(self._changes(request), count + 1))
         if len(changes) != count or len({change.key for change in changes}) != count:
             raise RefusedError(
                 Status.EINVAL, f"{count} changes of different keys are announced and do not follow"

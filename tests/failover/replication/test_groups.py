@@ -67,10 +67,10 @@ def test_one_partitions_change_leaves_others_of_a_group_together(
     copies = level()
     leading = copies.a.core.master
     one_by_one: list[int] = []
-    raise_watermarks = leading.watermarks.raise_
+    raise_watermarks = leading.watermarks.advance
     monkeypatch.setattr(
         leading.watermarks,
-        "raise_",
+        "advance",
         lambda vb_ids: one_by_one.extend(vb_ids) or raise_watermarks(vb_ids),
     )
     for vb_id in (0, 1, 3):
