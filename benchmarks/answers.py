@@ -78,3 +78,20 @@ class RespCounter:
         self.errors += len(errors)
         self.first_error = self.first_error or (errors[0].decode(errors="replace").strip())
         return True
+
+
+class WaitingRespCounter(RespCounter):
+    """The same with one WAIT at the end of each batch, until two replicas have it."""
+
+    _WAIT = b"*3\r\n$4\r\nWAIT\r\n$1\r\n2\r\n$1\r\n0\r\n"
+    _ANSWER = b":2\r\n"
+
+    def outgoing(self, batch: bytes) -> bytes:
+        return batch + self._WAIT
+
+    def feed(self, chunk: bytes) -> bool:
+        self._buffer += chunk
+        if not self._buffer.endswith(self._ANSWER):
+            return False
+        self._buffer = self._buffer.removesuffix(self._ANSWER)
+        return super().feed(b"")

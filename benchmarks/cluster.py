@@ -14,6 +14,8 @@ in the table is the cluster.
 
 Parts
 - set       durable SETs at 1 x 1 and 8 x 64, and the same on one node, in turn
+- peers     the same at 1 x 1, 1 x 128 and 8 x 64 beside clusters of NATS, etcd and Redis, in turn
+            (`benchmarks.cluster_peers`)
 - idle      processor time and written bytes of three nodes that nobody uses
 - handover  a node stops (SIGTERM) under `--rate` writes a second: what writes wait
 - restart   all nodes in turn stop (SIGTERM), start, and are in sync again, under `--restart-rate`
@@ -39,7 +41,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,12 +61,15 @@ from benchmarks.cluster_nodes import (
     loaded,
     processor_ns,
 )
+from benchmarks.cluster_peers import PEER_CLUSTERS
 from benchmarks.cluster_sdk import longest_upsert_ms
+from benchmarks.generator import Load as GeneratorLoad
 from benchmarks.peers import Dcpd, descendants
 from benchmarks.report import Report
 from benchmarks.run import MIB, add_output_options, check_names, generate, names_of, reported, say
 
 SHAPES: Final = ((1, 1), (8, 64))
+PEER_SHAPES: Final = ((1, 1), (1, 128), (8, 64))
 BEFORE_SECONDS: Final = 3.0
 """How long a load runs before something happens to it."""
 AFTER_SECONDS: Final = 3.0
@@ -75,6 +80,7 @@ SLOW: Final = "c"
 OTHERS: Final = "each_second_of_others"
 VICTIMS: Final = "bc"
 """Nodes that die. The first one owns the metadata store, without which nobody is elected."""
+WARM_UP_SECONDS: Final = GeneratorLoad.warmup_seconds
 ONE_NODE: Final = "one node"
 SETTLED_SECONDS: Final = 2.0
 """How long a load runs before its latencies count."""
@@ -105,14 +111,48 @@ def measure_set(report: Report, options: argparse.Namespace, folder: Path) -> No
                     record_sets(report, name, nodes.ports[0], options, "--cluster")
 
 
+def measure_peers(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SETs on three of ours and on three of each peer, each run on empty folders."""
+    for run in range(options.runs):
+        with Nodes(folder / f"peers-{run}") as nodes:
+            spent = nodes.processor_ns
+            record_sets(
+                report, CLUSTER, nodes.ports[0], options, "--cluster", shapes=PEER_SHAPES,
+                spent_ns=spent,
+            )  # fmt: skip
+        for name, made in PEER_CLUSTERS.items():
+            with made(folder / f"{name}-{run}") as peer:
+
+                def spent(pids: list[int] = peer.pids) -> int:
+                    return sum(processor_ns(pid) for pid in pids)
+
+                record_sets(
+                    report, name, peer.port, options, protocol=peer.protocol, shapes=PEER_SHAPES,
+                    spent_ns=spent,
+                )  # fmt: skip
+
+
 def record_sets(
-    report: Report, name: str, port: int, options: argparse.Namespace, *arguments: str
+    report: Report,
+    name: str,
+    port: int,
+    options: argparse.Namespace,
+    *arguments: str,
+    protocol: str = "binary",
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    spent_ns: Callable[[], int] = lambda: 0,
 ) -> None:
-    for shape in SHAPES:
+    """Measure SETs. `spent_ns`: the servers' processor time."""
+    for shape in shapes:
+        before_ns = spent_ns()
         result = generate(
-            "binary", port, shape, "--seconds", options.seconds_of_set, "--keys", options.keys,
+            protocol, port, shape, "--seconds", options.seconds_of_set, "--keys", options.keys,
             *arguments,
         )  # fmt: skip
+        operations = result["operations_per_second"] * (options.seconds_of_set + WARM_UP_SECONDS)
+        if each_us := (spent_ns() - before_ns) / 1000 / operations:
+            report.add(name, f"SET {shape[0]} x {shape[1]}, servers' processor time", each_us,
+                       unit="us", more_is_better=False)  # fmt: skip
         what, rate = f"SET {shape[0]} x {shape[1]}", result["operations_per_second"]
         say(f"  {name:9} {what}: {rate:,.0f} op/s, p50 {result['p50_us'] / 1000:.2f} ms")
         report.add(name, what, rate, unit="op/s", more_is_better=True)
@@ -343,6 +383,7 @@ def measure_busy(report: Report, options: argparse.Namespace, folder: Path) -> N
 
 PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
     "set": measure_set,
+    "peers": measure_peers,
     "idle": measure_idle,
     "handover": measure_handover,
     "restart": measure_restart,

@@ -16,7 +16,7 @@ import json
 import socket
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from clients.cli.node.answers import AnswerError
 
@@ -140,30 +140,44 @@ class EtcdCounter:
         return True
 
 
-def command(folder: Path, port: int, peer_port: int) -> list[str]:
-    """The command line: one member, defaults except for its addresses."""
-    urls = [f"http://127.0.0.1:{number}" for number in (port, peer_port)]
+def command(folder: Path, port: int, peer_ports: dict[str, int], name: str) -> list[str]:
+    """The command line of a member: defaults except for the addresses. `peer_ports` are those of
+    all members, by name.
+    """
+    client_url = f"http://127.0.0.1:{port}"
+    peer_urls = {each: f"http://127.0.0.1:{number}" for each, number in peer_ports.items()}
     return [
         "etcd", "--data-dir", str(folder), "--logger", "zap", "--log-level", "error",
-        "--listen-client-urls", urls[0], "--advertise-client-urls", urls[0],
-        "--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1],
-        "--initial-cluster", f"default={urls[1]}", "--quota-backend-bytes", str(8 << 30),
+        "--name", name, "--listen-client-urls", client_url, "--advertise-client-urls", client_url,
+        "--listen-peer-urls", peer_urls[name], "--initial-advertise-peer-urls", peer_urls[name],
+        "--initial-cluster", ",".join(f"{each}={url}" for each, url in peer_urls.items()),
+        "--quota-backend-bytes", str(8 << 30),
     ]  # fmt: skip
 
 
 def get(port: int, key: bytes) -> bytes | None:
-    """Read one key through etcd's JSON gateway; None if it does not exist."""
+    """Read one key; None if it does not exist."""
+    document = _gateway(port, "/v3/kv/range", {"key": base64.b64encode(key).decode()})
+    found = document.get("kvs", [])
+    return base64.b64decode(found[0]["value"]) if found else None
+
+
+def status(port: int) -> dict[str, Any]:
+    """Return what a member says of itself and of the leader."""
+    return _gateway(port, "/v3/maintenance/status", {})
+
+
+def _gateway(port: int, path: str, body: dict[str, str]) -> dict[str, Any]:
+    """Ask etcd's JSON gateway."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        body = json.dumps({"key": base64.b64encode(key).decode()})
-        connection.request("POST", "/v3/kv/range", body)
+        connection.request("POST", path, json.dumps(body))
         response = connection.getresponse()
-        document = json.loads(response.read())
+        document: dict[str, Any] = json.loads(response.read())
     except (http.client.HTTPException, ValueError) as error:
         raise AnswerError(f"etcd's gateway answered: {error}") from error
     finally:
         connection.close()
     if response.status != 200:
         raise AnswerError(f"etcd's gateway answered {response.status}: {document}")
-    found = document.get("kvs", [])
-    return base64.b64decode(found[0]["value"]) if found else None
+    return document

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from benchmarks import etcd, nats, workload
-from benchmarks.answers import Counter, MemcachedCounter, RespCounter
+from benchmarks.answers import Counter, MemcachedCounter, RespCounter, WaitingRespCounter
 from benchmarks.cluster_map import read_masters
 from clients.cli.node.answers import AnswerError, BinaryCounter
 from clients.cli.node.histogram import Histogram
@@ -43,6 +43,7 @@ COUNTER: Final[dict[str, Callable[[], Counter]]] = {
     "memcached": MemcachedCounter,
     "resp": RespCounter,
     "resp-bounded": RespCounter,
+    "resp-wait": WaitingRespCounter,
     "etcd": etcd.EtcdCounter,
     "nats": nats.NatsCounter,
 }
@@ -205,19 +206,19 @@ def masters_of_cluster(load: Load) -> list[int]:
         return read_masters(connection)
 
 
-def connections_of(load: Load) -> list[Connection]:
+def connections_of(load: Load) -> Iterator[Connection]:
     """Connect, in a cluster to the masters in turn."""
     if not load.cluster:
-        return [Connection(load, batches_of(load, place)) for place in range(load.connections)]
+        for place in range(load.connections):
+            yield Connection(load, batches_of(load, place))
+        return
     masters = masters_of_cluster(load)
     ports = sorted(set(masters))
-    made = []
     for place in range(load.connections):
         port = ports[place % len(ports)]
         share = len(range(place % len(ports), load.connections, len(ports))), place // len(ports)
         own = {vb_id for vb_id, master in enumerate(masters) if master == port}
-        made.append(Connection(load, batches_of(load, place, own, share), port))
-    return made
+        yield Connection(load, batches_of(load, place, own, share), port)
 
 
 def batches_of(
@@ -277,7 +278,8 @@ def run(load: Load) -> Result:
     timeline = Timeline()
     operations = 0
     try:
-        connections.extend(connections_of(load))
+        for connection in connections_of(load):
+            connections.append(connection)  # noqa: PERF402 - those before one that fails are closed
         clock = Clock(load)
         for connection in connections:
             if connection.send_next():

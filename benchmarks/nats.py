@@ -114,14 +114,14 @@ def request(port: int, subject: str, document: dict[str, Any]) -> dict[str, Any]
     return answer
 
 
-def create_bucket(port: int) -> None:
+def create_bucket(port: int, replicas: int = 1) -> None:
     """Create the bucket as `kv create` does, with a history of one, if it does not exist."""
     answer = request(
         port,
         f"$JS.API.STREAM.CREATE.{STREAM}",
         {
             "name": STREAM, "subjects": [f"$KV.{BUCKET}.>"], "max_msgs_per_subject": 1,
-            "storage": "file", "retention": "limits", "discard": "new", "num_replicas": 1,
+            "storage": "file", "retention": "limits", "discard": "new", "num_replicas": replicas,
             "allow_rollup_hdrs": True, "deny_delete": True, "max_age": 0, "max_msgs": -1,
             "max_bytes": -1, "max_consumers": -1, "max_msg_size": -1, "duplicate_window": 0,
         },

@@ -221,7 +221,7 @@ class Etcd(PeerOfChosenPort):
 
     def command(self) -> list[str]:
         self._chosen, peer_port = free_ports(2)
-        return etcd.command(self.folder, self._chosen, peer_port)
+        return etcd.command(self.folder, self._chosen, {"default": peer_port}, "default")
 
     def get(self, key: bytes) -> bytes | None:
         return etcd.get(self.port, key)

@@ -127,6 +127,7 @@ OPERATION: Final = {
     "text": text_set,
     "resp": resp_set,
     "resp-bounded": resp_set_bounded,
+    "resp-wait": resp_set,
     "etcd": etcd.put_request,
     "nats": nats.put_request,
 }
