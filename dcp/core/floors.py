@@ -28,13 +28,13 @@ same step. Later snapshots begin under the new floor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
-from vbucket.engine.keeps import purge_max
+from vbucket.engine.keeps import Share, purge_max
 from vbucket.engine.partition import Partition
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
@@ -61,6 +61,8 @@ class FloorCycle:
         """By partition: floors to which the store is not compacted yet."""
         self.held: dict[int, FloorStep] = {}
         """Steps that streams or views allow only in part; they are retried."""
+        self.shares: Mapping[str, Share] = {}
+        """What each partition may keep for consumers, as of the last plan."""
 
     def raise_(
         self, step: FloorStep, now_ns: int, *, is_repeated: bool = False
@@ -80,7 +82,7 @@ class FloorCycle:
         before = part.history_floor, part.purge_seqno
         if step.purge > part.purge_seqno:
             try:
-                kept = purge_max(self._engine, self.store, part, now_ns)
+                kept = purge_max(self._engine, self.store, part, now_ns, self.shares)
             except StoreDamagedError:
                 return ()  # nobody knows what it keeps
             if kept is not None and kept < step.purge:

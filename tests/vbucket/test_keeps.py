@@ -6,14 +6,20 @@ model of what a consumer has seen.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 import cbor2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.kept_consumers import KeptConsumers
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.engine.keeps import KeepState, purge_max, standings
+from vbucket.engine.keeps import KeepState, Unseen, purge_max, share_of, standings
 from vbucket.engine.lifecycle import PurgeRefusedError, purge
 from vbucket.model.consumer_documents import (
     NAME_BYTES_MAX,
@@ -222,6 +228,40 @@ def test_it_is_told_before_a_limit_in_bytes_and_after(it: Keeping) -> None:
     assert states[-1] is KeepState.ENDED
     it.purge_what_may_go()
     assert it.state() is KeepState.LOST
+
+
+@given(st.lists(st.integers(0, 1_000), min_size=1, max_size=20), st.integers(0, 5_000))
+def test_a_limit_is_for_all_partitions_together(sizes: list[int], limit: int) -> None:
+    share = share_of([Unseen(size, limit) for size in sizes], partitions=4, of_partitions=4)
+    kept = [min(size, share.bytes_max) for size in sizes]
+    assert sum(kept) <= limit
+    if sum(sizes) <= limit:
+        assert kept == sizes
+    else:
+        assert limit - sum(kept) < len(sizes), "all that there is room for is kept"
+        assert share.bytes_max >= limit // len(sizes), "nobody has less than an equal part"
+    assert share.near_bytes <= share.bytes_max
+
+
+def test_one_busy_partition_may_keep_most_of_the_bytes(it: Keeping) -> None:
+    """A limit of 30,000 bytes is 29 for each of 1,024 partitions."""
+    node = it.node
+    it.change(b"a")
+    it.save(1)
+    it.keep(bytes_max=30_000)
+    it.change(b"a", deletes=True)
+    kept = KeptConsumers(node.engine, node.store, Meter(), EventLog(logging.getLogger("test")))
+    states = []
+    for number in range(40):
+        it.change(b"n%d" % number, b"x" * 1_000)
+        node.merge()
+        limits = asyncio.run(kept.look(range(node.engine.num_vbuckets), node.now_ns))
+        states.append(kept.found()[VB][0].state)
+        assert limits[VB] == purge_max(node.engine, node.store, it.part, node.now_ns, kept.shares)
+    assert states[20] is KeepState.KEPT
+    assert states[26] is KeepState.ENDING
+    assert states[-1] is KeepState.ENDED
+    assert limits[VB] > 1
 
 
 def test_an_operator_purges_nothing_that_is_kept(it: Keeping) -> None:

@@ -11,11 +11,16 @@ Invariants
 
 The limits: the age of the oldest change that the consumer has not seen, and the bytes of all such
 changes. Documents of consumers themselves do not count, because each save is a change, too.
+
+The bytes are for all partitions of a consumer together: `share_of` says how many each of them may
+keep. Only if all do not fit, those with the most give way, down to what each may have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -33,7 +38,7 @@ from vbucket.model.entry import META, OPCODE_AT, key_of, seqno_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.store.plain_value import plain_value
 from vbucket.store.store import StoreView
-from vbucket.upkeep.retention import seqno_below
+from vbucket.upkeep.retention import bytes_above, seqno_below
 from vbucket.upkeep.seqno_at_time import seqno_before
 
 NEAR: Final = 0.8
@@ -54,6 +59,21 @@ class KeepState(StrEnum):
     """A limit is passed: the next purge may pass the consumer."""
     LOST = "lost"
     """Deletions that the consumer has not seen are purged: it starts again at 0."""
+
+
+class Share(NamedTuple):
+    """How many bytes of unseen changes each partition may keep for a consumer."""
+
+    bytes_max: int
+    near_bytes: int
+    """From here on the consumer's operator is warned."""
+
+
+class Unseen(NamedTuple):
+    """What a consumer has not seen of a partition, and its limit for all partitions together."""
+
+    bytes_unseen: int
+    bytes_max: int
 
 
 class Standing(NamedTuple):
@@ -90,20 +110,73 @@ def position_of(engine: Engine, part: Partition, name: str) -> int | None:
         return None  # somebody else's document
 
 
-def standings(engine: Engine, store: StoreView, part: Partition, now_ns: int) -> list[Standing]:
-    """Return what a partition keeps for each consumer. Raises StoreDamagedError."""
-    return [
-        _standing(engine, store, part, now_ns, name, keep)
-        for name, keep in keeps_of(engine, part).items()
-    ]
+def unseen_of(engine: Engine, store: StoreView, part: Partition) -> dict[str, Unseen]:
+    """Return what the consumers for which a partition keeps anything have not seen of it.
+
+    Raises StoreDamagedError.
+    """
+    record = store.partition(part.vb_id)
+    last_seqno = 0 if record is None else record.last_seqno
+    found = {}
+    for name, keep in keeps_of(engine, part).items():
+        position = position_of(engine, part, name)
+        held = keep.seqno if position is None else position
+        found[name] = Unseen(bytes_above(store, part.vb_id, last_seqno, held), keep.bytes_max)
+    return found
 
 
-def purge_max(engine: Engine, store: StoreView, part: Partition, now_ns: int) -> int | None:
+def share_of(unseen: Iterable[Unseen], *, partitions: int, of_partitions: int) -> Share:
+    """Return the share of each of these partitions, where a node has `partitions` of all."""
+    rows = list(unseen)
+    limit = max((row.bytes_max for row in rows), default=0) * partitions // of_partitions
+    sizes = sorted(row.bytes_unseen for row in rows)
+    return Share(_level(sizes, limit), _level(sizes, int(NEAR * limit)))
+
+
+def _level(sizes: list[int], limit: int) -> int:
+    """Return the level at which the sum of min(size, level) is the limit; the limit if all fit.
+    The sizes ascend.
+    """
+    for index, size in enumerate(sizes):
+        level = limit // (len(sizes) - index)
+        if size > level:
+            return level
+        limit -= size
+    return limit + sum(sizes)
+
+
+def standings(
+    engine: Engine,
+    store: StoreView,
+    part: Partition,
+    now_ns: int,
+    shares: Mapping[str, Share] = MappingProxyType({}),
+) -> list[Standing]:
+    """Return what a partition keeps for each consumer; those without a share have an equal part of
+    their limit. Raises StoreDamagedError.
+    """
+    unseen, found = unseen_of(engine, store, part), []
+    for name, keep in keeps_of(engine, part).items():
+        share = shares.get(name) or share_of(
+            [unseen[name]], partitions=1, of_partitions=engine.num_vbuckets
+        )
+        found.append(_standing(engine, store, part, now_ns, name, keep, unseen[name], share))
+    return found
+
+
+def purge_max(
+    engine: Engine,
+    store: StoreView,
+    part: Partition,
+    now_ns: int,
+    shares: Mapping[str, Share] = MappingProxyType({}),
+) -> int | None:
     """Return how far a partition may be purged; None: it keeps nothing.
 
     Raises StoreDamagedError.
     """
-    return min((each.purge_max for each in standings(engine, store, part, now_ns)), default=None)
+    found = standings(engine, store, part, now_ns, shares)
+    return min((each.purge_max for each in found), default=None)
 
 
 def held_by(engine: Engine, part: Partition, upto_seqno: int) -> str:
@@ -128,8 +201,9 @@ def lost_text(engine: Engine, part: Partition, start_seqno: int) -> str:
 
 
 def _standing(
-    engine: Engine, store: StoreView, part: Partition, now_ns: int, name: str, keep: Keep
-) -> Standing:
+    engine: Engine, store: StoreView, part: Partition, now_ns: int, name: str, keep: Keep,
+    unseen: Unseen, share: Share,
+) -> Standing:  # fmt: skip
     position = position_of(engine, part, name)
     held = keep.seqno if position is None else position
     if part.purge_seqno > held and position != 0:
@@ -137,21 +211,19 @@ def _standing(
     oldest_ns = _oldest_unseen(engine, part, held)
     if oldest_ns is None:
         return Standing(name, keep, position, held, KeepState.KEPT)
-    for_ns, share_bytes = int(keep.for_s * 1e9), keep.bytes_max // engine.num_vbuckets
+    for_ns = int(keep.for_s * 1e9)
     age_ns, limit, state = now_ns - oldest_ns, held, KeepState.KEPT
-    record = store.partition(part.vb_id)
-    last_seqno = 0 if record is None else record.last_seqno
-    below = seqno_below(store, part.vb_id, last_seqno, share_bytes)
     if age_ns > for_ns:
         frames = engine.versions.frames
         before = seqno_before(frames, part.vb_id, part.committed_seqno, now_ns - for_ns)
         limit, state = max(limit, before), KeepState.ENDED
-    if below > held:
-        limit, state = max(limit, below), KeepState.ENDED
-    if state is KeepState.KEPT and (
-        age_ns > NEAR * for_ns
-        or seqno_below(store, part.vb_id, last_seqno, int(NEAR * share_bytes)) > held
-    ):
+    record = store.partition(part.vb_id)
+    if record is not None and unseen.bytes_unseen > share.bytes_max:
+        below = seqno_below(store, part.vb_id, record.last_seqno, share.bytes_max)
+        if below > held:
+            limit, state = max(limit, below), KeepState.ENDED
+    is_near = age_ns > NEAR * for_ns or unseen.bytes_unseen > share.near_bytes
+    if state is KeepState.KEPT and is_near:
         state = KeepState.ENDING
     return Standing(name, keep, position, limit, state)
 

@@ -385,6 +385,27 @@ def seqno_at(
     return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
 
 
+def bytes_above(
+    view: StoreView,
+    vb_id: int,
+    last_seqno: int,
+    above_seqno: int,
+    *,
+    walked_blocks: int = WALKED_BLOCKS,
+) -> int:
+    """Return how many bytes of versions there are above a seqno: as exact as `seqno_below`."""
+    seqno, size_bytes = last_seqno, 0
+    for _ in range(walked_blocks):
+        block = view.block_at(vb_id, seqno) if seqno > above_seqno else None
+        if block is None:
+            return size_bytes
+        index = bisect_right(block.seqnos, above_seqno)
+        size_bytes += len(block.body) - (block.ends[index - 1] if index else 0)
+        seqno = block.seqno_before
+    left = max(0, seqno - above_seqno)
+    return size_bytes + left * size_bytes // (last_seqno - seqno)
+
+
 def seqno_below(
     view: StoreView,
     vb_id: int,

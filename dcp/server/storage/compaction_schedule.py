@@ -178,10 +178,12 @@ class Compaction:
         now_ns = time.time_ns()
         todo = list(vb_ids)
         while todo:
+            kept = await self.kept.look(todo, now_ns)
+            self._floors.shares = self.kept.shares
             plan = partial(
                 StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
                 inflow_bytes=MERGES_BETWEEN * self._engine.keyspace.memtable_bytes_max,
-                purge_max=await self.kept.look(todo, now_ns), is_forced=is_forced,
+                purge_max=kept, is_forced=is_forced,
             )  # fmt: skip
             report = await self._asked(Work.PLAN, plan)
             steps += report.steps
