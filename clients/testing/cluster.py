@@ -81,6 +81,10 @@ class DcpCluster:
             with ThreadPoolExecutor(max(1, len(others))) as pool:
                 list(pool.map(DcpServer.start, others))
             self.wait_until_in_sync()
+            if self.copies < len(self.nodes):  # the node that came last may have nothing yet
+                self._any().ask("POST", "/api/v1/cluster/rebalance", {})
+                self._until("the copies are spread", lambda: not self.status()["plan"])
+                self.wait_until_in_sync()
             undo.pop_all()
         return self
 
