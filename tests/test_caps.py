@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 
 
 FEATURES: Final[dict[str, Feature]] = {
-    "retention for named consumers": Feature(6, 1045),
+    "retention for named consumers": Feature(6, 1125),
     "groups that live, dcpctl consumer groups": Feature(3, 542),
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
@@ -69,6 +69,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
+    "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),
     "copies find their differences by hashes": Feature(11, 2024),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),

@@ -106,6 +106,7 @@ CALLS = (
     Call("GET", "/api/v1/cluster/map", None, 409),
     Call("GET", "/api/v1/cluster/partitions/{vb}", None, 409),
     Call("GET", "/api/v1/cluster/receipts"),
+    Call("POST", "/api/v1/cluster/secrets", {}, 409),
     Call("POST", "/api/v1/cluster/cut", {"node": "n2"}, 403),
     Call("POST", "/api/v1/cluster/heal", {}, 403),
     Call("POST", "/api/v1/cluster/token", {}, 409),

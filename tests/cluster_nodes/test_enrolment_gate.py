@@ -25,6 +25,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import MemberRecord
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest, StoreResult
 from failover.metadata.revision_store import RevisionStore
 from support.cluster_here import Client, node_here
@@ -76,7 +77,7 @@ async def enrolling_node(
     store = StandingStore()
 
     async def opened(content: ClusterFile, *_: object) -> MetaAccess:
-        return MetaAccess(store, content.meta)
+        return MetaAccess(store, content.meta, Keyring(content.secrets))
 
     monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
     async with node_here(folder, {}) as node:

@@ -14,6 +14,7 @@ from dcp.server.cluster.joining.becoming_member import NewMember, entered
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.storage.folder import FolderError
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest
 from failover.metadata.metastore_memory import MemoryMetaStore
 from support.cluster_here import node_here
@@ -29,7 +30,7 @@ class Store(MemoryMetaStore):
 
 @pytest.fixture
 def access(monkeypatch: pytest.MonkeyPatch) -> MetaAccess:
-    store = MetaAccess(Store(), "memory")
+    store = MetaAccess(Store(), "memory", Keyring(["s" * 43]))
 
     async def opened(*_: object) -> MetaAccess:
         return store

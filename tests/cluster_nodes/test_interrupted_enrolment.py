@@ -42,6 +42,7 @@ from failover.coordinator.records import (
     MemberRecord,
     encode_record,
 )
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import Put, Range, RangeResult, Txn
 from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
@@ -138,7 +139,7 @@ async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -
 @pytest.fixture
 def opens_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def opened(content: ClusterFile, *_: object) -> MetaAccess:
-        return MetaAccess(store, content.meta)
+        return MetaAccess(store, content.meta, Keyring(content.secrets))
 
     monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
     monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 0)  # nobody is alive in that store

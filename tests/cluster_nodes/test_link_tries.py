@@ -35,6 +35,7 @@ from failover.coordinator.records import (
     MemberRecord,
     encode_record,
 )
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import Delete, Put, Range, RangeResult, Txn
 from support.cluster_here import CLUSTER, SECRET, Client, ClusterHere, node_here
 from support.credentials import TestCa
@@ -53,7 +54,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with ClusterHere(tmp_path) as cluster:
 
         async def opened(*_: object) -> MetaAccess:
-            return MetaAccess(cluster.meta.client(), "memory")
+            return MetaAccess(cluster.meta.client(), "memory", Keyring([SECRET]))
 
         monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
         monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 0)

@@ -34,10 +34,11 @@ from failover.coordinator.records import (
     encode_record,
 )
 from failover.coordinator.view import ClusterView
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord, create, shrink
-from support.cluster_here import ClusterHere, LoopMetaStore
+from support.cluster_here import SECRET, ClusterHere, LoopMetaStore
 from support.memory_node import MemoryNode
 from support.waiting import until_so
 
@@ -383,7 +384,7 @@ async def test_a_new_cluster_has_a_higher_life_than_any_before(tmp_path: Path) -
             LOG,
         )
         (tmp_path / "folder").mkdir()
-        access = MetaAccess._of(cluster.meta.client(), "memory")
+        access = MetaAccess._of(cluster.meta.client(), "memory", Keyring([SECRET]))
 
         async def opened(*_: object) -> MetaAccess:
             return access

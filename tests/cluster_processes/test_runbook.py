@@ -15,7 +15,7 @@ import pytest
 
 from clients import DcpdError, KvClient
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL
-from clients.testing import DcpCluster, DcpServer
+from clients.testing import DcpCluster, DcpServer, ServerRefusedError
 from support.credentials import TestCa
 from support.shell_blocks import BLOCK, ROOT
 from support.waiting import until
@@ -269,6 +269,30 @@ def test_certificates_of_another_ca_without_a_stop(tmp_path: Path) -> None:
         cluster.restart("n2")
         assert reads_hello(cluster)
         until(lambda: not cluster.status()["problems"])
+
+
+def test_the_secret_changes_while_nodes_run() -> None:
+    (block,) = blocks("The secret changes")
+    with DcpCluster(*FEW, nodes=2) as cluster:
+        with cluster.connect() as kv:
+            kv.set("hello", b"world")
+        token = (cluster.data / "token").read_text().strip()
+        paste(cluster, block, TOKEN_FILE=str(cluster.data / "token"))
+        assert (cluster.data / "token").read_text().strip() != token
+        for name in cluster.nodes:
+            (secret,) = cluster.nodes[name].ask("POST", "/api/v1/cluster/secrets", {})["secrets"]
+            assert secret.startswith("1.")
+            cluster.restart(name)  # both sides log in anew, at the metadata store, too
+        assert reads_hello(cluster)
+        until(lambda: not cluster.status()["problems"])
+        with DcpServer(cluster.data / "n3", *FEW) as stranger:
+            with pytest.raises(ServerRefusedError, match="another secret"):
+                stranger.ask("POST", "/api/v1/cluster/join", {"token": token, "name": "n3"})
+            cluster.kill("n2")
+            with pytest.raises(AssertionError, match="node n2 did not take part"):
+                paste(cluster, block, TOKEN_FILE=os.devnull)
+            cluster.restart("n2")
+            paste(cluster, block, TOKEN_FILE=os.devnull)  # it goes on
 
 
 def test_a_cluster_becomes_one_node_again() -> None:

@@ -255,7 +255,7 @@ async def test_an_admin_request_that_is_given_up_leaves_nothing_behind(logins):
 
 async def test_wrong_logins_of_a_node_count_for_it_at_that_address(logins, audited):
     """Nodes have one address, where all of them run on one machine or behind one router."""
-    logins.users.let_cluster_in("s" * 43)
+    logins.users.let_cluster_in(["s" * 43])
     for _ in range(3):
         assert scram(logins, "w" * 43, "b").status == Status.AUTH_ERROR
     step = scram(logins, "s" * 43, "b")
@@ -272,7 +272,7 @@ async def test_wrong_logins_of_a_node_count_for_it_at_that_address(logins, audit
 
 async def test_names_of_nodes_that_are_made_up_take_bounded_memory(logins, monkeypatch):
     """And what is known of wrong logins of users is not forgotten for them."""
-    logins.users.let_cluster_in("s" * 43)
+    logins.users.let_cluster_in(["s" * 43])
     for _ in range(3):
         await plain(logins.peer(*HERE[:3]), "ada", "wrong")
     monkeypatch.setattr(logins._failed_nodes, "_pairs_max", 20)
@@ -286,7 +286,7 @@ async def test_names_of_nodes_that_are_made_up_take_bounded_memory(logins, monke
 
 
 async def test_a_password_for_the_nodes_user_counts_as_any_other(logins):
-    logins.users.let_cluster_in("s" * 43)
+    logins.users.let_cluster_in(["s" * 43])
     for _ in range(3):
         step = await plain(logins.peer(*HERE[:3]), CLUSTER_USER, "guess-guess")
         assert step.status == Status.AUTH_ERROR

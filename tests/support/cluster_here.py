@@ -29,6 +29,7 @@ from dcp.session.access.rights import FULL_RIGHTS
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from failover.coordinator.records import MemberRecord
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest, StoreResult, WatchMessage
 from failover.metadata.metastore_memory import MemoryMetaStore, MemoryWatch
 from failover.metadata.revision_store import RevisionStore
@@ -235,7 +236,9 @@ class ClusterHere:
         log = EventLog(logging.getLogger(f"test.{name}"))
         return Node(
             settings, table, log,
-            open_meta=lambda file: MetaAccess._of(self._client(name), file.meta),
+            open_meta=lambda file: MetaAccess._of(
+                self._client(name), file.meta, Keyring(file.secrets)
+            ),
         )  # fmt: skip
 
     def _client(self, name: str) -> LoopClient:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from failover.metadata.embedded.client import EmbeddedClient
 from failover.metadata.embedded.server import EmbeddedServer
+from failover.metadata.keyring import Keyring
 
 
 class StoreProxy:
@@ -74,7 +75,7 @@ class StoreProxy:
         writer.transport.abort()
 
 
-SECRET = bytes(range(32))
+KEYRING = Keyring(["s" * 32])
 WAIT_S = 30
 """How long anything may take on a busy machine."""
 UNKNOWN_DEADLINE_S = 0.3
@@ -135,7 +136,7 @@ class EmbeddedHarness(LoopHarness):
 
     def start(self) -> None:
         async def started() -> None:
-            self.server = EmbeddedServer(self.folder, SECRET, self.notices.append, self.now_ns)
+            self.server = EmbeddedServer(self.folder, KEYRING, self.notices.append, self.now_ns)
             self.port = await self.server.start(port=self.port)
 
         self.run(started())
@@ -146,10 +147,10 @@ class EmbeddedHarness(LoopHarness):
     def now_ns(self) -> int:
         return time.monotonic_ns() + self.ahead_ns
 
-    def client(self, port: int = 0, secret: bytes = SECRET, **options) -> EmbeddedClient:
+    def client(self, port: int = 0, keyring: Keyring = KEYRING, **options) -> EmbeddedClient:
         async def made() -> EmbeddedClient:
             return EmbeddedClient(
-                "127.0.0.1", port or self.port, secret, self.notices.append, **options
+                "127.0.0.1", port or self.port, keyring, self.notices.append, **options
             )
 
         self.clients.append(self.run(made()))
@@ -177,7 +178,7 @@ class EmbeddedHarness(LoopHarness):
 
 
 async def main(folder: str, port: str) -> str:
-    server = EmbeddedServer(Path(folder), SECRET, lambda text: print(text, file=sys.stderr))
+    server = EmbeddedServer(Path(folder), KEYRING, lambda text: print(text, file=sys.stderr))
     await server.start(port=int(port))
     print("listening", flush=True)
     return await server.failed

@@ -39,7 +39,7 @@ POLL_S: Final = 0.5
 COMPLETION_S: Final = 1.0
 """How long a shell's completion waits for a node."""
 _COLUMNS: Final = (("node", "node"), ("copies", "copies"), ("masters", "masters"))
-_NO_TERMINAL: Final = (
+NO_TERMINAL: Final = (
     "this asks before it changes anything, and standard input is no terminal. Look at it with"
     " --dry-run, then add --yes"
 )
@@ -287,7 +287,7 @@ def _is_wanted(preview: dict[str, Any], output: str | None, word: str | None) ->
     with contextlib.redirect_stdout(sys.stderr):
         _write_preview(preview, None if output == "json" else output)
     if not input_is_terminal():
-        raise click.UsageError(_NO_TERMINAL)
+        raise click.UsageError(NO_TERMINAL)
     if word is None:
         return click.confirm("Do it?", err=True)
     typed: str = click.prompt(f"Type {word} to go on", default="", show_default=False, err=True)

@@ -21,6 +21,7 @@ from clients.cli.cluster.cluster_change_commands import (
 )
 from clients.cli.cluster.cluster_meta_commands import meta
 from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named
+from clients.cli.cluster.cluster_secret import change_secret
 from clients.cli.cluster.cluster_status_command import receipts, status, words
 from clients.cli.dcpctl import EXIT_OK, Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
@@ -192,6 +193,22 @@ def _read_token(name: str | None) -> str:
 def token(*, target: Target) -> None:
     """Print the token."""
     _tell_token(target, admin_of_named(target).request("POST", "/api/v1/cluster/token", {}))
+
+
+@cluster.command(
+    help=help_text(
+        "Change the secret with which nodes log in at each other, while all of them run. Each node"
+        " accepts the new one, then all use it, then none accepts the old one: links and clients"
+        " notice nothing. All nodes have to answer; what was interrupted goes on with the same"
+        " command. New members need a new token afterwards.",
+        "dcpctl cluster secret",
+        "dcpctl cluster secret --yes && dcpctl cluster token > token",
+    )
+)
+@with_choices
+def secret(*, target: Target, dry_run: bool, yes: bool) -> int:
+    """Change the secret."""
+    return change_secret(target, Choices(dry_run, yes), admin_of_named(target))
 
 
 def _tell_token(target: Target, answer: dict[str, Any]) -> None:

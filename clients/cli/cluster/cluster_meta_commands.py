@@ -7,7 +7,12 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import AdminClient
-from clients.cli.cluster.cluster_change_commands import Choices, not_changed, with_choices
+from clients.cli.cluster.cluster_change_commands import (
+    NO_TERMINAL,
+    Choices,
+    not_changed,
+    with_choices,
+)
 from clients.cli.cluster.cluster_nodes import OTHERS_S, admin_of_named
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, Verbs, help_text, with_target
 from clients.cli.output import write_json, write_raw
@@ -18,10 +23,6 @@ from clients.link.topology import ClusterNode
 TESTIFY_PATH: Final = "/api/v1/cluster/meta/testify"
 RESTORE_PATH: Final = "/api/v1/cluster/meta/restore"
 EXPORT_PATH: Final = "/api/v1/cluster/meta/export"
-_NO_TERMINAL: Final = (
-    "this asks before it changes anything, and standard input is no terminal. Look at it with"
-    " --dry-run, then add --yes"
-)
 
 
 @click.group(
@@ -118,7 +119,7 @@ def _code_of(report: dict[str, Any]) -> int:
 def _is_wanted(preview: dict[str, Any]) -> bool:
     """Ask the operator. Raises click.UsageError if nobody can answer."""
     if not input_is_terminal():
-        raise click.UsageError(_NO_TERMINAL)
+        raise click.UsageError(NO_TERMINAL)
     if not (preview["lossy"] and preview["accepts_loss"]):
         return click.confirm("Do it?", err=True)
     typed: str = click.prompt("Type accept-loss to go on", default="", show_default=False, err=True)

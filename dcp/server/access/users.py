@@ -23,7 +23,7 @@ import re
 import secrets
 import threading
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -99,7 +99,8 @@ class UnknownUserError(UserError):
 class _LoginAttempt(NamedTuple):
     """A SCRAM exchange, and whether its user exists."""
 
-    exchange: ScramExchange
+    exchanges: Sequence[ScramExchange]
+    """The same one with each password that would be right."""
     user: str
     is_known: bool
 
@@ -161,8 +162,8 @@ class Users:
         self._share: Callable[[bytes, bytes], None] | None = None
         self._refusal = ""
         """Why users cannot be changed now; "" if they can."""
-        self._cluster_keys: dict[str, ScramKeys] = {}
-        """Of CLUSTER_USER; {}: its secret opens nothing."""
+        self._cluster_keys: tuple[dict[str, ScramKeys], ...] = ()
+        """Of CLUSTER_USER, for each of its secrets; all have the same salt."""
         self._load()
 
     # -- the table -------------------------------------------------------------------------------
@@ -194,12 +195,12 @@ class Users:
         record = self._content.users.get(name)
         return b"" if record is None else record.keys[_PLAIN_KEYS].stored_key
 
-    def let_cluster_in(self, secret: str) -> None:
-        """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate; with
-        the secret "" no longer.
+    def let_cluster_in(self, secrets: Sequence[str]) -> None:
+        """Let the nodes of a cluster log in with SCRAM and one of these secrets, with nothing but
+        the role replicate.
         """
-        keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES)) if secret else {}
-        self._cluster_keys = keys
+        salt = self._draw_bytes(SALT_BYTES)
+        self._cluster_keys = tuple(_keys_of_secret(secret, salt) for secret in secrets)
 
     def share_changes(self, share: Callable[[bytes, bytes], None]) -> None:
         """Let the users be those of a cluster: call `share` with the file before and after each
@@ -370,7 +371,7 @@ class Users:
             return False
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return hmac.compare_digest(password.encode(), GUEST_PASSWORD.encode())
-        keys, is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
+        [keys, *_], is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
         # The stored key is part of the digest, so a new password invalidates the old entry.
         memory = hmac.digest(
             self._process_key,
@@ -415,21 +416,21 @@ class Users:
             return AuthStep(Status.EINVAL)
         keys, is_known = self._keys_of(first.user, mechanism, peer_is_loopback=peer_is_loopback)
         nonce = b64encode(self._draw_bytes(18)).decode()
-        exchange = begin_exchange(mechanism, first, keys, nonce)
-        attempt = _LoginAttempt(exchange, first.user, is_known)
-        return AuthStep(
-            Status.AUTH_CONTINUE, exchange.server_first.encode(), attempt, claimed=first.user
-        )
+        exchanges = [begin_exchange(mechanism, first, each, nonce) for each in keys]
+        attempt = _LoginAttempt(exchanges, first.user, is_known)
+        server_first = exchanges[0].server_first.encode()  # the same in all of them
+        return AuthStep(Status.AUTH_CONTINUE, server_first, attempt, claimed=first.user)
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
         """Finish an exchange."""
         assert isinstance(exchange, _LoginAttempt), "an exchange that start() did not make"
         try:
-            answer = finish_exchange(exchange.exchange, message)
+            answers = [finish_exchange(each, message) for each in exchange.exchanges]
         except MalformedMessageError:
             return AuthStep(Status.EINVAL)
         user = CLUSTER_USER if is_node_user(exchange.user) else exchange.user
         rights = self.rights_of(user)
+        answer = next(filter(None, answers), None)
         if answer is None or not exchange.is_known or rights is None:
             return AuthStep(Status.AUTH_ERROR, claimed=exchange.user)
         return AuthStep(Status.OK, answer, user=user, rights=rights, claimed=exchange.user)
@@ -438,19 +439,21 @@ class Users:
 
     def _keys_of(
         self, name: str, mechanism: str, *, peer_is_loopback: bool
-    ) -> tuple[ScramKeys, bool]:
-        """Return keys for any name, and whether they are those of a user."""
+    ) -> tuple[Sequence[ScramKeys], bool]:
+        """Return keys for any name, and whether they are those of a user. Keys that are more than
+        one have the same salt and iterations.
+        """
         # Decoy keys are made for every name, so the time does not show whether the user exists.
         size = hashlib.new(HASH_NAMES[mechanism]).digest_size
         seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
         # No password has a stored key of zeros, and `is_known` is False besides.
         decoy = ScramKeys(seed[:SALT_BYTES], self._iterations, bytes(size), bytes(size))
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
-            return self._guest_keys[mechanism], True
+            return [self._guest_keys[mechanism]], True
         if self._cluster_keys and is_node_user(name):
-            return self._cluster_keys[mechanism], True
+            return [each[mechanism] for each in self._cluster_keys], True
         known = self._content.users.get(name)
-        return (decoy, False) if known is None else (known.keys[mechanism], True)
+        return ([decoy], False) if known is None else ([known.keys[mechanism]], True)
 
     def _is_guest(self, name: str, *, peer_is_loopback: bool) -> bool:
         return name == GUEST and peer_is_loopback and self._has_guest

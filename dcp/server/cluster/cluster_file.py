@@ -11,6 +11,7 @@ import hashlib
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -48,6 +49,19 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rack: str = ""
     min_in_sync: int | None = None
     incarnation: int = 0
+    accepts: str | msgspec.UnsetType = msgspec.UNSET
+    """Another secret with which nodes are let in, while the cluster changes it."""
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What a keyring has: the secret in use is the first."""
+        return (self.secret, self.accepts) if self.accepts else (self.secret,)
+
+    def with_secrets(self, secrets: Sequence[str]) -> ClusterFile:
+        """Return the content with the secrets of a keyring."""
+        first, *others = secrets
+        accepts = others[0] if others else msgspec.UNSET
+        return msgspec.structs.replace(self, secret=first, accepts=accepts)
 
     @property
     def root(self) -> bytes:

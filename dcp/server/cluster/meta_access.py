@@ -26,8 +26,8 @@ from failover.metadata.embedded.server import (
     EmbeddedStoreError,
     StorePortTakenError,
 )
-from failover.metadata.embedded.wire import check_secret
 from failover.metadata.etcd.settings import ETCD_SCHEME, EtcdSettings, settings_of_url
+from failover.metadata.keyring import Keyring, KeyringError
 from failover.metadata.metastore import (
     MetaStore,
     StoreRequest,
@@ -132,36 +132,41 @@ class TimedStore:
 
 
 class MetaAccess:
-    """An open store, made by `open`: a client, and the store itself in its owner."""
+    """An open store, made by `open`: a client, and the store itself in its owner. `keyring` has
+    the secrets with which this node logs in there, and at other nodes.
+    """
 
-    def __init__(self, meta: MetaStore, url: str) -> None:
+    def __init__(self, meta: MetaStore, url: str, keyring: Keyring) -> None:
         self.meta = TimedStore(meta)
         self.url = url
+        self.keyring = keyring
         self._client: StoreClient | None = None
         self._server: EmbeddedServer | None = None
 
     @classmethod
     async def open(cls, identity: ClusterFile, data_dir: Path, log: EventLog) -> MetaAccess:
         """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
-        secret = _secret_of(identity)
+        keyring = _keyring_of(identity)
         if identity.meta.startswith(f"{ETCD_SCHEME}:"):
-            return cls._of(_etcd_client(identity.meta, log), identity.meta)
+            return cls._of(_etcd_client(identity.meta, log), identity.meta, keyring)
         place = place_of(identity.meta)
         server, port = None, place.port
         if identity.owns_store:
-            server = EmbeddedServer(data_dir / STORE_FOLDER, secret, log.warning)
+            server = EmbeddedServer(data_dir / STORE_FOLDER, keyring, log.warning)
             try:
                 port = await server.start(place.host, place.port)
             except StorePortTakenError as error:
                 raise MetaPortError(str(error)) from error
             except EmbeddedStoreError as error:
                 raise MetaAccessError(str(error)) from error
-        client = EmbeddedClient(place.host, port, secret, log.info)
-        return cls._of(client, f"{EMBEDDED}://{place.host}:{port}", server)
+        client = EmbeddedClient(place.host, port, keyring, log.info)
+        return cls._of(client, f"{EMBEDDED}://{place.host}:{port}", keyring, server)
 
     @classmethod
-    def _of(cls, client: StoreClient, url: str, server: EmbeddedServer | None = None) -> MetaAccess:
-        access = cls(client, url)
+    def _of(
+        cls, client: StoreClient, url: str, keyring: Keyring, server: EmbeddedServer | None = None
+    ) -> MetaAccess:
+        access = cls(client, url, keyring)
         access._client, access._server = client, server
         return access
 
@@ -187,22 +192,20 @@ def check_access(identity: ClusterFile) -> None:
     """Check what a folder says of its store as `MetaAccess.open` does, without opening it. Files
     that the URL names are not read. Raises MetaAccessError, MetaUrlError.
     """
-    _secret_of(identity)
+    _keyring_of(identity)
     if identity.meta.startswith(f"{ETCD_SCHEME}:"):
         _etcd_settings(identity.meta, lambda _: b"-")
     else:
         place_of(identity.meta)
 
 
-def _secret_of(identity: ClusterFile) -> bytes:
-    secret = identity.secret.encode()
+def _keyring_of(identity: ClusterFile) -> Keyring:
     try:
-        check_secret(secret)
-    except ValueError as error:
+        return Keyring(identity.secrets)
+    except KeyringError as error:
         raise MetaAccessError(
             str(error), "Use the whole token, as `dcpctl cluster token` prints it"
         ) from error
-    return secret
 
 
 def _etcd_settings(url: str, read: Callable[[str], bytes]) -> EtcdSettings:

@@ -55,7 +55,8 @@ class PeerRepair:
         self._engine = engine
         self._view = replicated.session.view
         self._member = replicated.member
-        self._identity = replicated.identity
+        self._name = replicated.identity.name
+        self._keyring = replicated.access.keyring
         self._tls = tls
         self._scrubbing = scrubbing
         self._log = log
@@ -119,9 +120,8 @@ class PeerRepair:
         assert row.vb is not None
         first, last = row.seqnos
         uses_certificate = self._tls is not None and self._tls.shows_certificate
-        login = NodeLogin(
-            self._identity.secret, self._identity.name, uses_certificate=uses_certificate
-        )
+        secret = self._keyring.in_use
+        login = NodeLogin(secret, self._name, uses_certificate=uses_certificate)
         request = VersionsRequest(login, row.vb, first, last)
         address = record.address if self._tls is None else tls_address_of(record)
         fault = await fault_of(address, f"node {name}", request, self._tls, ANSWER_S)

@@ -565,8 +565,8 @@ class ReplicatedNode:
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
         connection = MemberLink(
-            link, self.identity.secret, self._link_moved, own_name=self.identity.name, tls=tls,
-            name=name, member=effect.member,
+            link, self.access.keyring.in_use, self._link_moved, own_name=self.identity.name,
+            tls=tls, name=name, member=effect.member,
             traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)

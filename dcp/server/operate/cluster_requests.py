@@ -59,6 +59,25 @@ class CutsReport(Struct, frozen=True):
     cut: list[str]
 
 
+class SecretsRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What this node uses from now on, and accepts, too."""
+
+    secrets: Annotated[
+        list[str],
+        Meta(
+            description="The secret to log in with, and another one with which nodes are let in."
+            " The one in use now has to be among them. Empty: change nothing."
+        ),
+    ] = []
+
+
+class SecretsReport(Struct, frozen=True):
+    """The secrets of a node. Whoever has one can replicate from it."""
+
+    node: str
+    secrets: Annotated[list[str], Meta(description="The one in use is the first.")]
+
+
 class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The master to fail over: a node, or one partition."""
 

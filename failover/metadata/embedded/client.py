@@ -46,7 +46,6 @@ from failover.metadata.embedded.wire import (
     WatchCancel,
     WatchDelivery,
     WireError,
-    check_secret,
     client_proof,
     frame_length,
     frame_of,
@@ -54,6 +53,7 @@ from failover.metadata.embedded.wire import (
     read_to_client,
     server_proof,
 )
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import (
     Lost,
     OutcomeUnknown,
@@ -110,17 +110,16 @@ class EmbeddedClient:
         self,
         host: str,
         port: int,
-        secret: bytes,
+        keyring: Keyring,
         notice: Callable[[str], None],
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        check_secret(secret)
         self.trouble = "not connected yet"
         """Why the store does not answer; empty while it does."""
         self.era = 0
         """See `MetaStore`."""
         self._address = (host, port)
-        self._secret = secret
+        self._keyring = keyring
         self._notice = notice
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
@@ -301,13 +300,14 @@ class EmbeddedClient:
         if not isinstance(challenge, StoreChallenge) or len(challenge.nonce) != NONCE_BYTES:
             raise WireError(f"this is no metadata store of dcpd: {type(challenge).__name__}")
         nonce = secrets.token_bytes(NONCE_BYTES)
-        proof = client_proof(self._secret, challenge.nonce, nonce)
+        secret = self._keyring.in_use.encode()
+        proof = client_proof(secret, challenge.nonce, nonce)
         writer.write(frame_of(StoreLogin(PROTOCOL_VERSION, nonce, proof)))
         welcome = await _read_frame(reader, LOGIN_FRAME_BYTES_MAX)
         if isinstance(welcome, StoreRefusal):
             self._is_denied = True
             raise WireError(welcome.text)
-        wanted = server_proof(self._secret, challenge.nonce, nonce)
+        wanted = server_proof(secret, challenge.nonce, nonce)
         if not isinstance(welcome, StoreWelcome) or not is_same_proof(welcome.proof, wanted):
             self._is_denied = True
             raise WireError("the other end has another secret: it is no store of this cluster")

@@ -44,6 +44,7 @@ from failover.metadata.embedded.wire import (
     read_to_server,
     server_proof,
 )
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import (
     FIRST_REVISION,
     Compacted,
@@ -117,11 +118,11 @@ class StoreConnection:
         """Look whether watches have something to deliver."""
         self._wake.set()
 
-    async def run(self, secret: bytes, store_id: bytes) -> None:
+    async def run(self, keyring: Keyring, store_id: bytes) -> None:
         """Serve the client until the connection ends."""
         try:
             async with asyncio.timeout(LOGIN_S):
-                await self._log_in(secret, store_id)
+                await self._log_in(keyring, store_id)
             sender = asyncio.create_task(self._send())
             try:
                 await self._read(sender)
@@ -147,7 +148,7 @@ class StoreConnection:
 
     # ---- Login
 
-    async def _log_in(self, secret: bytes, store_id: bytes) -> None:
+    async def _log_in(self, keyring: Keyring, store_id: bytes) -> None:
         server_nonce = secrets.token_bytes(NONCE_BYTES)
         self._writer.write(frame_of(StoreChallenge(PROTOCOL_VERSION, server_nonce)))
         login = read_to_server(await self._read_frame(LOGIN_FRAME_BYTES_MAX))
@@ -158,10 +159,14 @@ class StoreConnection:
                 f"this store speaks version {PROTOCOL_VERSION} of its protocol, the client"
                 f" {login.version}; use the same version of dcpd on all nodes"
             )
-        if not is_same_proof(login.proof, client_proof(secret, server_nonce, login.nonce)):
+        for each in keyring.secrets:
+            secret = each.encode()
+            if is_same_proof(login.proof, client_proof(secret, server_nonce, login.nonce)):
+                break
+        else:
             raise WireError(
                 "the client has another secret; give it the token of this cluster"
-                " (printed by: dcpctl cluster init)"
+                " (`dcpctl cluster token` prints it)"
             )
         proof = server_proof(secret, server_nonce, login.nonce)
         revision = self._target.store.revision

@@ -41,7 +41,7 @@ from failover.metadata.embedded.store_file import (
     create_file,
     open_file,
 )
-from failover.metadata.embedded.wire import check_secret
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import (
     LeaseRevoke,
     OutcomeUnknown,
@@ -88,15 +88,14 @@ class EmbeddedServer:
     def __init__(
         self,
         folder: Path,
-        secret: bytes,
+        keyring: Keyring,
         notice: Callable[[str], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        check_secret(secret)
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Gets the reason when the store cannot go on."""
         self._folder = folder
-        self._secret = secret
+        self._keyring = keyring
         self._notice = notice
         self._now_ns = now_ns
         self._connections: dict[StoreConnection, None] = {}
@@ -226,7 +225,7 @@ class EmbeddedServer:
         assert task is not None
         self._serving.add(task)
         try:
-            await connection.run(self._secret, self._file.store_id)
+            await connection.run(self._keyring, self._file.store_id)
         finally:
             self._serving.discard(task)
             self._connections.pop(connection, None)

@@ -9,8 +9,8 @@ Who calls it: both ends of a connection to an embedded store, which runs over lo
 
 A frame is its length (4 bytes, big-endian) and a message in MessagePack. A proof is an HMAC over
 both nonces, so it is good for one connection. The secret is random and long, so that guessing it
-from a proof is out of the question; `check_secret` refuses a short one. Nothing is encrypted:
-nothing of it leaves the machine.
+from a proof is out of the question; `Keyring` refuses a short one. Nothing is encrypted: nothing
+of it leaves the machine.
 
 Limits: a frame before the login has 1 KiB, a request 2 MiB, an answer 64 MiB.
 """
@@ -25,8 +25,6 @@ import msgspec
 
 PROTOCOL_VERSION: Final = 1
 NONCE_BYTES: Final = 32
-SECRET_BYTES_MIN: Final = 16
-"""128 random bits."""
 LOGIN_FRAME_BYTES_MAX: Final = 1024
 """Strangers cost no more memory than that. A login has about 80 bytes."""
 REQUEST_FRAME_BYTES_MAX: Final = 2 << 20
@@ -123,15 +121,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 class WireError(Exception):
     """The other end sent something that is no message; the text says what."""
-
-
-def check_secret(secret: bytes) -> None:
-    """Raise ValueError if a secret is too short to be used."""
-    if len(secret) < SECRET_BYTES_MIN:
-        raise ValueError(
-            f"the cluster's secret has {len(secret)} bytes, at least {SECRET_BYTES_MIN} are needed;"
-            " make one with: head -c 32 /dev/urandom"
-        )
 
 
 def frame_of(message: ToServer | ToClient) -> bytes:

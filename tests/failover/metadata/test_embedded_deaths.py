@@ -27,7 +27,7 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
+from support.embedded_store import KEYRING, EmbeddedHarness, LoopHarness
 from support.etcd_members import free_ports
 from support.forgetful_disk import fill, small_disk
 from support.load import CountingWriter
@@ -75,7 +75,7 @@ def loop():
 
 def client_of(loop, owner):
     async def made():
-        return EmbeddedClient("127.0.0.1", owner.port, SECRET, loop.notices.append)
+        return EmbeddedClient("127.0.0.1", owner.port, KEYRING, loop.notices.append)
 
     loop.clients.append(loop.run(made()))
     return loop.clients[-1]
@@ -168,7 +168,7 @@ def test_a_file_that_was_damaged_is_refused_in_words(tmp_path):
     loop = LoopHarness()
 
     async def started():
-        await EmbeddedServer(harness.folder, SECRET, loop.notices.append).start()
+        await EmbeddedServer(harness.folder, KEYRING, loop.notices.append).start()
 
     with pytest.raises(EmbeddedStoreError, match=r"meta-000001: the record at byte \d+ of \d+ is"):
         loop.run(started())

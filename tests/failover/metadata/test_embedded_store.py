@@ -24,6 +24,7 @@ from failover.metadata.embedded.wire import (
     read_to_client,
     read_to_server,
 )
+from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import (
     Compact,
     Compacted,
@@ -42,7 +43,7 @@ from failover.metadata.metastore import (
     if_absent,
 )
 from failover.metadata.store_codec import CodecError, decode_image, decode_request, decode_result
-from support.embedded_store import SECRET, EmbeddedHarness
+from support.embedded_store import KEYRING, EmbeddedHarness
 
 PUT = Txn(then=(Put(b"k", b"v"),))
 
@@ -108,7 +109,7 @@ def test_it_says_at_start_that_it_gives_no_high_availability(embedded):
 
 def test_a_second_owner_is_refused_while_the_first_lives(embedded):
     async def second():
-        await EmbeddedServer(embedded.folder, SECRET, print).start()
+        await EmbeddedServer(embedded.folder, KEYRING, print).start()
 
     with pytest.raises(EmbeddedStoreError, match="in use by another process"):
         embedded.run(second())
@@ -117,7 +118,7 @@ def test_a_second_owner_is_refused_while_the_first_lives(embedded):
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "localhost"])
 def test_it_listens_on_loopback_only(embedded, tmp_path, host):
     async def elsewhere():
-        await EmbeddedServer(tmp_path / "other", SECRET, print).start(host)
+        await EmbeddedServer(tmp_path / "other", KEYRING, print).start(host)
 
     with pytest.raises(EmbeddedStoreError, match="use etcd for a cluster of several machines"):
         embedded.run(elsewhere())
@@ -127,7 +128,7 @@ def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
     (tmp_path / "file").touch()
 
     async def in_a_file():
-        await EmbeddedServer(tmp_path / "file" / "metastore", SECRET, print).start()
+        await EmbeddedServer(tmp_path / "file" / "metastore", KEYRING, print).start()
 
     with pytest.raises(EmbeddedStoreError, match=r"cannot use .*: Not a directory"):
         embedded.run(in_a_file())
@@ -135,7 +136,7 @@ def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
 
 def test_port_that_is_taken_is_told_and_folder_is_free_again(embedded, tmp_path):
     async def same_port(port):
-        server = EmbeddedServer(tmp_path / "other", SECRET, lambda _: None)
+        server = EmbeddedServer(tmp_path / "other", KEYRING, lambda _: None)
         await server.start(port=port)
         return server
 
@@ -149,7 +150,7 @@ def test_port_that_is_taken_is_told_and_folder_is_free_again(embedded, tmp_path)
 
 def test_a_short_secret_is_refused(embedded):
     with pytest.raises(ValueError, match="at least 16 are needed"):
-        embedded.client(secret=b"short")
+        embedded.client(keyring=Keyring(["short"]))
 
 
 # ---- Restarts
@@ -321,9 +322,9 @@ def test_another_file_is_another_history(embedded):
 
 
 def test_another_secret_is_refused_in_words_on_both_sides(embedded):
-    stranger = embedded.client(secret=b"another secret of 32 bytes......")
+    stranger = embedded.client(keyring=Keyring(["another secret of 32 bytes......"]))
     embedded.wait(lambda: "another secret" in stranger.trouble)
-    assert "dcpctl cluster init" in stranger.trouble
+    assert "dcpctl cluster token" in stranger.trouble
     assert isinstance(run_on(embedded, stranger, PUT), StoreUnavailable)
     assert values(embedded, embedded.client()) == []
 
@@ -387,7 +388,9 @@ def test_a_server_without_the_secret_is_refused(embedded):
 
     async def with_another_secret():
         server = EmbeddedServer(
-            embedded.folder.parent / "third", b"another secret of 32 bytes......", lambda _: None
+            embedded.folder.parent / "third",
+            Keyring(["another secret of 32 bytes......"]),
+            lambda _: None,
         )
         return server, await server.start()
 
@@ -397,6 +400,20 @@ def test_a_server_without_the_secret_is_refused(embedded):
     embedded.run(server.close())
     other.start()
     other.close()
+
+
+def test_the_store_lets_in_with_both_secrets_while_they_change(embedded):
+    old, new = KEYRING.in_use, "1." + "n" * 43
+    with KEYRING.step([new, old]):
+        pass
+    try:
+        for secret in (old, new):
+            client = embedded.client(keyring=Keyring([secret]))
+            embedded.wait(lambda client=client: not client.trouble)
+        stranger = embedded.client(keyring=Keyring(["x" * 32]))
+        embedded.wait(lambda: "another secret" in stranger.trouble)
+    finally:
+        KEYRING.secrets = (old,)
 
 
 # ---- Limits
@@ -450,7 +467,7 @@ RUBBISH = (
 
 
 async def test_rubbish_gets_a_refusal_and_no_traceback(tmp_path, caplog):
-    server = EmbeddedServer(tmp_path / "store", SECRET, lambda _text: None)
+    server = EmbeddedServer(tmp_path / "store", KEYRING, lambda _text: None)
     port = await server.start()
     draw = random.Random(7)
     frames = [LENGTH.pack(6) + draw.randbytes(6) for _ in range(200)]

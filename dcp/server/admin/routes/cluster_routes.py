@@ -3,6 +3,7 @@
     POST /api/v1/cluster/init     make this node the first member of a new cluster
     POST /api/v1/cluster/join     make it one more member
     POST /api/v1/cluster/token    the token for new members
+    POST /api/v1/cluster/secrets  a step of this node to another secret of the cluster
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
     GET  /api/v1/cluster/partitions/{vb}   its copies, and who may become its master
@@ -47,6 +48,8 @@ from dcp.server.operate.cluster_requests import (
     MoveRequest,
     NodeRequest,
     PlainRequest,
+    SecretsReport,
+    SecretsRequest,
     SetRequest,
     TestifiedReport,
     TestifyRequest,
@@ -82,6 +85,10 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         text = await _settled(_called(commands().token), "there is no token")
         return json_answer(TokenAnswer(text))
 
+    async def secrets(request: Request) -> Response:
+        body = await read_body(request, SecretsRequest)
+        return json_answer(await _settled(commands().secrets(body), "the secrets stay as they are"))
+
     async def status(_request: Request) -> Response:
         return json_answer(commands().status())
 
@@ -107,6 +114,10 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         RouteSpec(
             "POST", f"{path}/token", token, body=NoMembers, answer=TokenAnswer,
             summary="Return the token for new members.",
+        ),
+        RouteSpec(
+            "POST", f"{path}/secrets", secrets, body=SecretsRequest, answer=SecretsReport,
+            summary="Return this node's secrets of the cluster, or take a step to another one.",
         ),
         RouteSpec(
             "GET", f"{path}/status", status, answer=ClusterReport,

@@ -39,7 +39,6 @@ from dcp.server.access.link_tls import (
     wrong_hosts,
 )
 from dcp.server.access.users import CLUSTER_USER, is_node_user, node_user
-from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.joining.enrolment import EnrolmentError
 from dcp.server.cluster.member_link import (
     DIAL_S,
@@ -58,6 +57,7 @@ from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_reques
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import MemberRecord
+from failover.metadata.keyring import Keyring
 
 TRIES_MAX: Final = 16
 """Nodes that one member dials back at a time."""
@@ -201,8 +201,10 @@ def _unreachable(where: str, why: str) -> Fault:
 class LinkTries:
     """The side of a member."""
 
-    def __init__(self, identity: ClusterFile, tls: LinkTls | None, tasks: Tasks) -> None:
-        self._identity = identity
+    def __init__(self, name: str, keyring: Keyring, tls: LinkTls | None, tasks: Tasks) -> None:
+        """`name`: this node's."""
+        self._name = name
+        self._keyring = keyring
         self._tls = tls
         self._tasks = tasks
         self._under_way = 0
@@ -220,7 +222,8 @@ class LinkTries:
         claimed = node_user(request.name)
         if not is_node_user(claimed):
             return AuthStep(Status.EINVAL, claimed=CLUSTER_USER, why="no name of a node")
-        if not hmac.compare_digest(request.proof, request.proof_with(self._identity.secret)):
+        proofs = [request.proof_with(secret) for secret in self._keyring.secrets]
+        if not any(hmac.compare_digest(request.proof, proof) for proof in proofs):
             return AuthStep(Status.AUTH_ERROR, claimed=claimed, why=WRONG_SECRET)
         host = request.address.rpartition(":")[0].strip("[]")
         if names is not None and not is_for(host, names):
@@ -241,13 +244,13 @@ class LinkTries:
         tell(AuthStep(Status.OK, data, claimed=node_user(request.name)))
 
     async def _answer(self, request: LinkRequest) -> LinkAnswer:
-        tls, identity = self._tls, self._identity
+        tls, secret = self._tls, self._keyring.in_use
         address = request.address if tls is None else request.tls_address
         where = f"node {request.name}"
         if not address:
             return _answer_of(_without_tls(where))
         uses_certificate = tls is not None and tls.shows_certificate
-        login = NodeLogin(identity.secret, identity.name, uses_certificate=uses_certificate)
+        login = NodeLogin(secret, self._name, uses_certificate=uses_certificate)
         return _answer_of(await fault_of(address, f"{where} at {address}", login, tls, LOGIN_S))
 
 

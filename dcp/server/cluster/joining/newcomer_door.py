@@ -49,7 +49,7 @@ async def open_door(
     meanwhile. Raises EnrolmentError if a port cannot be used.
     """
     async with access.logins.nodes.trying:
-        access.users.let_cluster_in(secret)
+        access.users.let_cluster_in([secret])
         access.logins.nodes.open(settings.cluster_tls, lambda: hosts)
         try:
             if ports.kv:
@@ -58,7 +58,7 @@ async def open_door(
                 async with _listening(access, settings) as door:
                     yield door
         finally:
-            access.users.let_cluster_in("")
+            access.users.let_cluster_in(())
             access.logins.nodes.open("", tuple)
 
 

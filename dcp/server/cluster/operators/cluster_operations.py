@@ -25,6 +25,7 @@ from dcp.server.cluster.operators.cluster_figures import cluster_page
 from dcp.server.cluster.operators.cluster_status import cluster_report
 from dcp.server.cluster.operators.explain_partition import explain_partition, partition_report
 from dcp.server.cluster.operators.meta_desk import MetaDesk
+from dcp.server.cluster.operators.secret_change import change_secrets
 from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
@@ -38,7 +39,12 @@ from dcp.server.operate.cluster_reports import (
     PartitionReport,
     ReceiptsReport,
 )
-from dcp.server.operate.cluster_requests import CutRequest, CutsReport
+from dcp.server.operate.cluster_requests import (
+    CutRequest,
+    CutsReport,
+    SecretsReport,
+    SecretsRequest,
+)
 from failover.coordinator.plans.request_answers import RequestRefused, member_named, name_of
 from failover.metadata.etcd.settings import files_of_url
 
@@ -116,6 +122,10 @@ class ClusterOperations:
         """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
         is_test_mode = self._newcomer.settings.test_mode == "on"
         return ClusterChanges(self._member(), is_test_mode=is_test_mode)
+
+    async def secrets(self, asked: SecretsRequest) -> SecretsReport:
+        """Take a step to another secret of the cluster. Raises ClusterRefusedError."""
+        return await change_secrets(self._member(), self._newcomer, asked)
 
     def cut(self, asked: CutRequest) -> CutsReport:
         """End this node's link to another one, for tests. Raises ClusterRefusedError."""
