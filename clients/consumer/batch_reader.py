@@ -11,6 +11,7 @@ Invariants
 - piece_start <= count <= len(batch.items): items up to `_piece_start` are processed, items up to
   `_count` are returned. No position is ahead of `_count`;
 - a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
+- at a cut, a session waits for the others. No event passes an earlier one of its partition;
 - only the newest iteration may continue. With two, each would treat the other's batch as processed;
 - a rollback is decided once, even if the waiting caller was cancelled before it was returned.
 """
@@ -74,8 +75,13 @@ class Source(Protocol):
     def is_finished(self) -> bool:
         """Whether no more events can come."""
 
-    def is_alone(self, session: ConsumerSession) -> bool:
-        """Whether all partitions that are followed are with this session."""
+    @property
+    def followed(self) -> set[int]:
+        """The partitions that are followed and not finished."""
+
+    @property
+    def following(self) -> list[ConsumerSession]:
+        """The sessions that follow partitions."""
 
     async def settle(self, batch: Batch, at: int) -> None:
         """Decide the rollback at an index of a batch. All events before it are processed."""
@@ -105,6 +111,8 @@ class BatchReader:
         """Partition -> closed time up to which all changes were returned."""
         self._cut_time = 0
         """The closed time of the cut that is being returned; 0: none is."""
+        self._at: dict[ConsumerSession, Closed] = {}
+        """Sessions that wait at a cut until all are there."""
         self._held: list[Event] = []
         """Events of `cuts` that wait for their cut."""
         self._at_cut: Checkpoint | None = None
@@ -192,7 +200,7 @@ class BatchReader:
     ) -> AsyncIterator[list[Item]]:
         """Yield pieces of batches, and with `marks` [] after the last one before a cut."""
         self._is_single = False
-        self._cut_time = 0
+        self._cut_time, self._at = 0, {}
         iteration = self._iteration = object()
         self.wake.set()  # wakes an older iteration, which then fails
         while True:
@@ -219,21 +227,55 @@ class BatchReader:
                 if source.asks and stop == self._piece_start and stop < len(batch.items):
                     await self._settle(source, batch, stop)
                     self._check_newest(iteration)
-            if batch.closed is not None and self._close(source, batch.closed) and marks:
+            if batch.closed is not None and self._close(batch.closed) and marks:
+                self._at[self._current[0]] = batch.closed
+            if batch.closed is not None and self._is_cut(source):
                 self._cut_time = batch.closed.time
                 yield []
                 self._check_newest(iteration)
                 self._cut_time = 0
 
-    def _close(self, source: Source, closed: Closed) -> bool:
-        """Note the closed time at the end of the current batch; return whether all partitions have
-        reached it.
+    def _close(self, closed: Closed) -> bool:
+        """Note the closed time at the end of the current batch; return whether all partitions of
+        its session have reached it.
         """
-        assert self._current is not None
-        if closed.time <= max(self.closed.values(), default=0):
+        known = self.closed
+        if closed.time <= max((known.get(vb_id, 0) for vb_id in closed.vb_ids), default=0):
             return False  # the server's clock was set back while it was down
-        self.closed.update(dict.fromkeys(closed.vb_ids, closed.time))
-        return closed.is_whole and source.is_alone(self._current[0])
+        known.update(dict.fromkeys(closed.vb_ids, closed.time))
+        return closed.is_whole
+
+    def _is_cut(self, source: Source) -> bool:
+        """Whether all sessions wait at one cut. If they are at several, those before the last one
+        go on to it.
+        """
+        at = self._at = {each: self._at[each] for each in source.following if each in self._at}
+        if not at or len(at) < len(source.following):
+            return False
+        last = max(closed.time for closed in at.values())
+        if any(closed.time < last for closed in at.values()):
+            self._at = {each: closed for each, closed in at.items() if closed.time == last}
+            return False
+        self._at = {}
+        reached = set().union(*(closed.vb_ids for closed in at.values()))
+        return source.followed <= reached and len({each.round for each in at.values()}) == 1
+
+    def _next_index(self, source: Source) -> int | None:
+        """Return which queued batch is next: the first one whose session does not wait at a cut.
+        None: there is none.
+        """
+        if self._at and self._at.keys() >= {*source.following}:
+            self._at = {}  # partitions have moved, and nobody is left to wait for
+        held: set[int] = set()
+        for index, (session, batch) in enumerate(self._queue):
+            if session in self._at and session in source.following:
+                held |= batch.positions.keys()
+            elif held.isdisjoint(batch.positions):
+                return index
+            else:
+                self._at = {}  # a partition has moved: what came first of it goes first
+                return 0
+        return None
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
         """Yield the events of the last piece. Each counts as returned when it is yielded."""
@@ -365,7 +407,7 @@ class BatchReader:
     async def _next_batch(
         self, source: Source, iteration: object
     ) -> tuple[ConsumerSession, Batch] | None:
-        while not self._queue or self.is_paused:
+        while self.is_paused or self._next_index(source) is None:
             self._check_newest(iteration)
             if self.failure is not None:
                 raise self.failure
@@ -384,7 +426,11 @@ class BatchReader:
         if self._saver.saves_by_itself:
             await self._saver.save_when_due(self.delivered)
             self._check_newest(iteration)
-        return self._queue.popleft()
+        index = self._next_index(source)
+        assert index is not None, "batches are only taken here"
+        taken = self._queue[index]
+        del self._queue[index]
+        return taken
 
 
 def _events_in(items: list[Item]) -> int:

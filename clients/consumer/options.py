@@ -104,8 +104,8 @@ class ConsumerOptions:
     """Read from copies that are not masters: complete snapshots of what is committed, with the same
     positions. A copy that cannot serve a partition is passed over; the master comes last."""
     cuts: bool = False
-    """Ask the server for consistent cuts (`Consumer.cuts`, `Consumer.frontier`). Nodes of clusters
-    and other servers refuse that (docs/consistent-cuts.md)."""
+    """Ask the server for consistent cuts (`Consumer.cuts`, `Consumer.frontier`). Other
+    servers refuse that (docs/consistent-cuts.md)."""
     rack: str = ""
     """With `from_replicas`: the rack that the consumer is in, as nodes name theirs. Copies there
     come first."""

@@ -164,10 +164,12 @@ class PartitionStream(Cursor):
 class Closed:
     """What CLOSED_TIME told: a cut, and the partitions that have reached it."""
 
-    __slots__ = ("is_whole", "time", "vb_ids")
+    __slots__ = ("is_whole", "round", "time", "vb_ids")
 
-    def __init__(self, time: int, vb_ids: Iterable[int], *, is_whole: bool) -> None:
+    def __init__(self, time: int, round_: int, vb_ids: Iterable[int], *, is_whole: bool) -> None:
         self.time = time
+        self.round = round_
+        """In a cluster: what nodes tell is one cut if time and round are the same."""
         self.vb_ids = set(vb_ids)
         self.is_whole = is_whole
         """Whether these are all partitions that the connection follows."""
@@ -372,11 +374,11 @@ class StreamRequests:
     def closed(self) -> Closed | None:
         """Return the cut that came just now, once; None: none did."""
         connection = self.connection
-        time, connection.closed_time = connection.closed_time, 0
-        if not time:
+        told, connection.closed_time = connection.closed_time, None
+        if told is None:
             return None
         reached = [stream.vb_id for stream in connection.open.values()]
-        return Closed(time, reached, is_whole=len(reached) == len(self.followed()))
+        return Closed(*told, reached, is_whole=len(reached) == len(self.followed()))
 
     def followed(self) -> list[int]:
         """Return the partitions that are not over, those that were rolled back and wait too."""

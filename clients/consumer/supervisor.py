@@ -97,10 +97,11 @@ class Supervisor:
             session.core.streams.is_finished for session in self._placement.sessions.values()
         )
 
-    def is_alone(self, session: ConsumerSession) -> bool:
-        """Whether all partitions that are followed are with this session."""
-        others = len(self._placement.sessions) - (session in self._placement.sessions.values())
-        return not (others or self._placement.homeless or self.paused or self._held)
+    @property
+    def following(self) -> list[ConsumerSession]:
+        """The sessions that follow partitions."""
+        sessions = self._placement.sessions.values()
+        return [session for session in sessions if session.core.streams.followed()]
 
     async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
         """Return the current high seqno of each followed partition, asked from its node."""

@@ -58,6 +58,7 @@ from dcp.wire.frame import (
 )
 from dcp.wire.message import (
     U64,
+    ClosedTime,
     OpenFlag,
     StreamRequest,
     pack_buffer_ack,
@@ -167,8 +168,8 @@ class StreamConnection(Generic[S]):
         """Opaque -> open stream."""
         self.granted: dict[bytes, int | None] = dict.fromkeys(setup.wished)
         """Status of each optional control; None: not answered yet."""
-        self.closed_time = 0
-        """The closed time that came just now; 0: none. Who reads frames takes it and resets it."""
+        self.closed_time: ClosedTime | None = None
+        """What came just now; None: nothing. Who reads frames takes it and resets it."""
         self._setup = setup
         self._owner = owner
         self._on_message = owner.on_message

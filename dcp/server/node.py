@@ -524,8 +524,17 @@ class Node:
         )
         self._upkeep = Upkeep(
             connections, access, self.views, self._refusals, self._housekeeping,
-            CutTimer(engine, self._hub),
+            self._cut_timer(),
         )  # fmt: skip
+
+    def _cut_timer(self) -> CutTimer:
+        if self.replicated is None:
+            return CutTimer(self.engine, self._hub)
+        from dcp.server.cluster.cut_rounds import CutRounds
+
+        return CutRounds(
+            self.replicated, self.engine, self._hub, self.access.link_tls, self._tasks, self._log
+        )
 
     def _follow_settings(self) -> None:
         """Have the parts follow the settings that can change while the node runs."""

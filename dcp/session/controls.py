@@ -137,12 +137,10 @@ def _closed_times(producer: Producer, state: SessionState, value: str) -> int:
     """It cannot be turned off again."""
     if value != "true":
         return Status.EINVAL
-    if state.replication is not None:
-        raise RefusedError(
-            Status.NOT_SUPPORTED,
-            "closed times (control x_closed_times) are of a node alone: the nodes of this cluster"
-            " do not agree on one cut yet. Follow without cuts",
-        )
+    why = "" if state.replication is None else state.replication.why_no_cuts
+    if why:
+        why = f"this node closes no times (control x_closed_times): {why}"
+        raise RefusedError(Status.NOT_SUPPORTED, why)
     state.shared.hub.cutting[producer] = None
     return Status.OK
 

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, Protocol
 from dcp.stream.snapshots import Message
 from dcp.wire.frame import HEADER, HEADER_BYTES, Frame
 from dcp.wire.opcode import Magic, Opcode
+from failover.rules.cut import Ask
 
 NEWS_WAIT_NS: Final = 10_000_000
 """How long output may wait that `can_wait`. Only GET_REPLICA shows the difference, and the next
@@ -97,6 +98,16 @@ class ReplicationPort(Protocol):
 
     def why_fenced(self, vb_id: int) -> str:
         """Return why this node, as its master, does not serve a partition now; "": not known."""
+
+    @property
+    def why_no_cuts(self) -> str:
+        """Why this node takes part in no cut of the cluster; "": it does."""
+
+    def draw_cut(self, ask: Ask, clock_ns: int) -> str:
+        """Draw a cut of the cluster, and commit nothing until it is complete; return why not."""
+
+    def complete_cut(self, round_: int, time: int) -> bool:
+        """All nodes have drawn a cut; False: this one does not hold it."""
 
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
         """Begin to feed the node that sends this greeting. Raises ReplicationError."""

@@ -42,6 +42,8 @@ from dcp.session.kv.scans import ScanCommands
 from dcp.session.kv.updates import UpdateCommands
 from dcp.session.kv.values import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.kv.with_meta import PutFramesCommand, WithMetaCommands
+from dcp.session.nodes.cut_command import CutCommand
+from dcp.session.nodes.version_reads import VersionReads
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
 from dcp.session.request_frames import (
     COMMAND_BYTES_MAX,
@@ -56,7 +58,6 @@ from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.upkeep_commands import UpkeepCommands
-from dcp.session.version_reads import VersionReads
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,
@@ -131,6 +132,7 @@ class Session:
             | UpkeepCommands(state).handlers()
             | GroupCommand(state).handlers()
             | VersionReads(state).handlers()
+            | CutCommand(state).handlers()
             | HashReads(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()

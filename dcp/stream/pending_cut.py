@@ -5,6 +5,9 @@ Who calls it: the producer. The rule and its proof are in docs/consistent-cuts.m
 Invariants
 - a stream that is `behind` has changes of before the cut to send; it sends nothing beyond the cut;
 - the client is told the cut when no stream is behind, before anything beyond it is sent.
+
+In a cluster, a client goes towards one cut on several connections. Each of them may be too busy for
+some cuts; so that they come together, all prefer the same ones (`note_next`).
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from vbucket.engine.cut import Cut
 class PendingCut:
     """See the module."""
 
-    __slots__ = ("behind", "seqnos", "time", "waiting")
+    __slots__ = ("behind", "cut", "next", "seqnos", "waiting")
 
     def __init__(self, cut: Cut, streams: Iterable[ActiveStream]) -> None:
-        self.time, self.seqnos = cut
+        self.cut = cut
+        self.seqnos = cut.seqnos
+        self.next: Cut | None = None
+        """The cut of the cluster to go to after this one; None: the next that is drawn."""
         self.behind = {
             stream.key for stream in streams if stream.next_seqno <= self.seqnos[stream.vb_id]
         }
@@ -29,9 +35,21 @@ class PendingCut:
         self.waiting: list[ActiveStream] = []
         """Streams that are there, and have more to send."""
 
+    def note_next(self, cut: Cut) -> None:
+        """A later cut was drawn: of those that come meanwhile, keep the one with the most zeros at
+        the end of its time. So a connection that is busy for long has those of all others.
+        """
+        if cut.round and (self.next is None or _rank(cut) >= _rank(self.next)):
+            self.next = cut
+
     def reached_by(self, stream: ActiveStream) -> bool:
         """Return whether a stream is at the cut; from then on the cut does not wait for it."""
         if stream.snap_end_seqno is not None or stream.next_seqno <= self.seqnos[stream.vb_id]:
             return False
         self.behind.discard(stream.key)
         return True
+
+
+def _rank(cut: Cut) -> int:
+    tick = cut.time >> 16
+    return tick & -tick

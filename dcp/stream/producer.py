@@ -54,7 +54,7 @@ from dcp.wire.message import (
     pack_stream_end,
 )
 from dcp.wire.opcode import Opcode
-from vbucket.engine.cut import Cut
+from vbucket.engine.cut import UNCOVERED, Cut
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Layer, Partition, VbState
 from vbucket.model.collection_counts import CollectionCounts
@@ -282,8 +282,10 @@ class Producer:
             self.end(stream, EndReason.STATE_CHANGED)
 
     def begin_cut(self, cut: Cut) -> None:
-        """The node drew a cut: all streams stop there, unless they are on their way to another."""
-        if self.snapshots.cut is None and self._streams:
+        """A cut was drawn: streams stop there, unless they go to another or it leaves some out."""
+        if self.snapshots.cut is not None:
+            self.snapshots.cut.note_next(cut)
+        elif self._streams and all(cut.seqnos[key & 0xFFFF] != UNCOVERED for key in self._streams):
             self.snapshots.cut = PendingCut(cut, self._streams.values())
             self._schedule()
 
@@ -414,9 +416,11 @@ class Producer:
         cut = self.snapshots.cut
         if cut is not None and not cut.behind:
             # Ends of streams come first: those have not reached the cut.
-            out += (*self._urgent, pack_closed_time(cut.time))
+            out += (*self._urgent, pack_closed_time(cut.cut.time, cut.cut.round))
             self._urgent = []
             self._leave_cut()
+            if cut.next is not None:
+                self.begin_cut(cut.next)
         return out
 
     def _send_live(

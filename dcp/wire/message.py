@@ -55,6 +55,7 @@ STREAM_ID_FRAME: Final = 2
 """Id of the frame info that carries a stream id."""
 U32: Final = Struct(">I")
 U64: Final = Struct(">Q")
+U64_PAIR: Final = Struct(">QQ")
 PUT_FRAMES_MAX: Final = 1024
 PUT_FRAMES_BYTES_MAX: Final = 256 * 1024
 """Most frames in one X_PUT_FRAMES, and most bytes in its value. Applying so many takes 1 to 2 ms,
@@ -253,16 +254,26 @@ def parse_snapshot_end(frame: Frame) -> int:
     return end_seqno
 
 
-def pack_closed_time(time: int) -> bytes:
-    """Return CLOSED_TIME (control x_closed_times); `time` is a CAS."""
-    return pack_request(Opcode.DCP_CLOSED_TIME, extras=U64.pack(time))
+class ClosedTime(NamedTuple):
+    """What CLOSED_TIME says. Two nodes of a cluster tell of one cut if both numbers are equal."""
+
+    time: int
+    """A CAS."""
+    round: int = 0
 
 
-def parse_closed_time(frame: Frame) -> int:
-    """Return the closed time."""
+def pack_closed_time(time: int, round_: int = 0) -> bytes:
+    """Return CLOSED_TIME (control x_closed_times); `round_` is 0 on a node alone."""
+    extras = U64_PAIR.pack(time, round_) if round_ else U64.pack(time)
+    return pack_request(Opcode.DCP_CLOSED_TIME, extras=extras)
+
+
+def parse_closed_time(frame: Frame) -> ClosedTime:
+    """Return what it says."""
+    if len(frame.extras) == U64_PAIR.size:
+        return ClosedTime(*U64_PAIR.unpack(frame.extras))
     _need(frame, U64)
-    time: int = U64.unpack(frame.extras)[0]
-    return time
+    return ClosedTime(*U64.unpack(frame.extras))
 
 
 def pack_previous_value(

@@ -7,8 +7,8 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
 are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
 
-0xe5 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
-messages from 0x68 on, and its next commands from 0xe4 on.
+0xe3 and 0xe5 to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its
+next DCP messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_CUT = 0xE3
     X_BATCH = 0xE5
     X_READ_HASHES = 0xE6
     DCP_CLOSED_TIME = 0xE7
@@ -356,6 +357,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         "a member of a group of consumers joins, renews its lease, or leaves; answers JSON: epoch,"
         " members, and the partitions of this one. For the master of the key's partition",
     ),
+    Opcode.X_CUT: OpSpec(
+        _P, "u8 what, u64 round, u64 time, u64 clock", "key the leader's id",
+        "between nodes: say the clock (0), draw a cut of the cluster (1), all have drawn it (2):"
+        " see [consistent-cuts.md](consistent-cuts.md)",
+    ),
     Opcode.X_READ_VERSIONS: OpSpec(
         _P, "u64 first, u64 last seqno", "-",
         "between nodes: the versions of a range, and the failover log, for a copy that cannot read"
@@ -427,7 +433,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DCP_CLOSED_TIME: OpSpec(
         _DCP, "u64 time", "-",
         "sent: with control x_closed_times: the streams of this connection have brought the node's"
-        " state as of a time, and nothing that was changed after it",
+        " state as of a time, and nothing that was changed after it. In a cluster u64 round"
+        " follows: cuts of two nodes are one if both numbers are equal",
     ),
     Opcode.X_REPLICA_ENTRIES: OpSpec(
         _DCP, "u64 number, u64 question, u32 CRC-32C", "value sections",

@@ -331,6 +331,7 @@ class HighWatermarks:
         self._handovers = handovers
         self._effects = effects
         self.announced = Announced()
+        self.held: set[int] | None = None  # of this master: waits for a cut; None: nothing does
 
     def advance(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
@@ -343,6 +344,9 @@ class HighWatermarks:
             mastership = masterships.get(vb_id)
             if mastership is None:
                 seqno = self.announced.seqno(vb_id)
+            elif self.held is not None:
+                self.held.add(vb_id)
+                continue
             else:
                 self.note_acknowledged(mastership)
                 seqno = mastership.hw_seqno()

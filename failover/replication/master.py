@@ -28,6 +28,7 @@ from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.records import StoredPartition
 from failover.coordinator.view import Stored
 from failover.replication.commit import HighWatermarks, OpenGroups
+from failover.replication.cuts.cut_member import CutMember
 from failover.replication.effects import BranchEnded, Steps, Undone
 from failover.replication.feed import ReplicaFeed
 from failover.replication.group import Group
@@ -49,6 +50,7 @@ from failover.replication.messages import (
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
 from failover.replication.progress import SILENCE_NS_MAX, Match, window_of
 from failover.replication.serving import Serving
+from failover.rules.cut import Ask
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
@@ -143,6 +145,10 @@ class Master:
         self.watermarks = HighWatermarks(
             engine, cycle, self.masterships, self.feeds, self.handovers, parts.effects
         )
+        self.cuts = CutMember(
+            engine, parts.hub, self.watermarks,
+            acknowledges_as_master=parts.settings.acknowledges_as_master,
+        )  # fmt: skip
         self._is_leaving = False
         """Whether this node hands over all that it has."""
         self._may_hand_over = False
@@ -377,6 +383,19 @@ class Master:
         self.feeds[peer.member] = feed
         return feed
 
+    @property
+    def why_no_cuts(self) -> str:
+        """See ReplicationPort."""
+        return self.cuts.why_never
+
+    def draw_cut(self, ask: Ask, clock_ns: int) -> str:
+        """See ReplicationPort."""
+        return self.cuts.draw(ask, clock_ns)
+
+    def complete_cut(self, round_: int, time: int) -> bool:
+        """See ReplicationPort."""
+        return self.cuts.complete(round_, time)
+
     def why_fenced(self, vb_id: int) -> str:
         """See ReplicationPort."""
         return self.serving.why_fenced(vb_id, self._now_ns)
@@ -460,7 +479,9 @@ class Master:
     def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
         found = self._groups.acknowledged(member, groups)
-        if found.committed:
+        if self.watermarks.held is not None:
+            self.watermarks.held.update(found.committed)
+        elif found.committed:
             self.watermarks.commit_many(found.committed)
             for feed in self.feeds.values():
                 for group in found.groups:

@@ -373,6 +373,7 @@ class ReplicationCore:
         """Note that the process runs, and send heartbeats that are due."""
         self._ran.tick(now_ns)
         self.master.beat(now_ns)
+        self.master.cuts.tick(now_ns)
 
     def missed(self, now_ns: int, lost_ns: int) -> None:
         """Note that this process did not run for so long just now, in the middle of its work."""

@@ -28,17 +28,16 @@ from vbucket.model.ids import vbucket_of
 
 
 class Follow(Streams):
-    """All partitions are with the one session."""
+    """All partitions are with the one session, or with these."""
 
-    alone = True
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.following, self.followed = [self], {1}
 
-    def is_alone(self, session):
-        return self.alone
 
-
-def closed(*events, time, is_whole=True):
+def closed(*events, time, is_whole=True, vb_id=1, round_=0):
     batch = batch_of(*events) if events else batch_of(mutation(1))._replace(items=[])
-    return batch._replace(closed=Closed(time, [1], is_whole=is_whole))
+    return batch._replace(closed=Closed(time, round_, [vb_id], is_whole=is_whole))
 
 
 async def cuts_of(reader, streams, events_max=None):
@@ -102,10 +101,68 @@ async def test_what_some_partition_has_not_reached_is_no_cut(why):
         reader = reader_of(streams, closed(time=80), closed(mutation(1), time=70))
     else:
         reader = reader_of(streams, closed(mutation(1), time=70, is_whole=why != "not whole"))
-    streams.alone = why != "other sessions"
+    if why == "other sessions":
+        streams.followed = {1, 2}
     if why == "dropped":
         reader.forget([1])
     assert [cut.time for cut in await cuts_of(reader, streams)] == [80] * (why == "clock set back")
+
+
+class Nodes(Follow):
+    """Partition 1 is with this session, and partition 2 with the other one."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = Streams()
+        self.following, self.followed = [self, self.other], {1, 2}
+
+
+def of_other(seqno):
+    batch = batch_of(mutation(seqno))
+    return batch._replace(positions={2: batch.positions[1]}, markers={})
+
+
+async def test_sessions_wait_for_each_other_at_a_cut():
+    """One is told of times 70, 71 and 73, and the other one of 70, 72 and 73."""
+    streams = Nodes()
+    reader = reader_of(
+        streams, closed(mutation(1), time=70), closed(mutation(2), time=71), closed(time=73),
+        batch_of(mutation(3)),
+    )  # fmt: skip
+    for seqno, time in ((11, 70), (12, 72), (13, 73)):
+        told = closed(time=time, vb_id=2).closed
+        reader.put(streams.other, of_other(seqno)._replace(closed=told))
+    cuts = await cuts_of(reader, streams)
+    assert [cut.time for cut in cuts] == [70, 73]
+    assert [sorted(event.seqno for event in cut.events) for cut in cuts] == [[1, 11], [2, 12, 13]]
+    assert reader.closed == {1: 73, 2: 73}
+
+
+async def test_cuts_of_one_time_and_two_leaders_are_two():
+    streams = Nodes()
+    reader = reader_of(streams, closed(time=70, round_=5), closed(time=71, round_=5))
+    for time, leader in ((70, 6), (71, 5)):
+        told = closed(time=time, vb_id=2, round_=leader).closed
+        reader.put(streams.other, of_other(time)._replace(closed=told))
+    assert [cut.time for cut in await cuts_of(reader, streams)] == [71]
+
+
+async def test_a_partition_that_moved_waits_for_what_came_first():
+    """Its events after a cut wait; what its new node sends must not come before them."""
+    streams = Nodes()
+    reader = reader_of(streams, closed(mutation(1), time=70), batch_of(mutation(2)))
+    reader.put(streams.other, batch_of(mutation(3)))
+    cuts = reader.cuts(streams, 1)
+    assert [(await anext(cuts)).events[0].seqno for _ in range(3)] == [1, 2, 3]
+
+
+async def test_a_session_waits_for_nobody_when_all_have_gone():
+    streams = Nodes()
+    reader = reader_of(streams, closed(mutation(1), time=70), batch_of(mutation(2)))
+    cuts = reader.cuts(streams, 1)
+    await anext(cuts)
+    streams.following = [streams]
+    assert [event.seqno for event in (await anext(cuts)).events] == [2]
 
 
 async def test_a_rollback_takes_the_closed_time_of_its_partition():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, Rights, Role
-from dcp.session.version_reads import RANGE, READ_BYTES_MAX, VersionsRead, read_answer
+from dcp.session.nodes.version_reads import RANGE, READ_BYTES_MAX, VersionsRead, read_answer
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

@@ -25,7 +25,7 @@ from stream.test_stream_model import (
     vb_ids,
 )
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine.cut import draw_cut
+from vbucket.engine.cut import UNCOVERED, Cut, draw_cut
 from vbucket.engine.engine import SET
 from vbucket.engine.lifecycle import purge
 
@@ -74,7 +74,7 @@ def test_what_was_changed_after_the_cut_comes_after_it(node: MemoryNode) -> None
     assert kinds(frames)[:2] == [b"before", b"cut"]
     assert sorted(kinds(frames)[2:]) == [b"after", b"before"]
     told = next(at for at, frame in enumerate(frames) if frame.opcode == CLOSED)
-    assert parse_closed_time(frames[told]) == time
+    assert parse_closed_time(frames[told]).time == time
     changes = [(at, frame) for at, frame in enumerate(frames) if frame.key]
     assert [frame.cas > time for at, frame in changes] == [at > told for at, frame in changes]
 
@@ -95,8 +95,24 @@ def test_idle_partitions_close_together_in_one_message(node: MemoryNode) -> None
     times = []
     for _ in range(3):
         times.append(draw(node))
-        assert [parse_closed_time(frame) for frame in peer.drain()] == times[-1:]
+        assert [parse_closed_time(frame).time for frame in peer.drain()] == times[-1:]
     assert times == sorted(set(times))
+
+
+def test_busy_connections_of_a_cluster_prefer_the_same_cuts(node: MemoryNode) -> None:
+    """Those whose time ends with the most zeros. What some cut does not cover is not told of it."""
+    writer = writer_of(node)
+    peer = follow(node, range(2))
+    part = node.engine.partitions[0]
+    for tick in (1, 2, 3, 8, 5):
+        writer.set(0, b"key", b"%d" % tick)  # not committed, so it is on its way to the first one
+        cut = Cut(tick << 16 | 0xFFFF, [each.high_seqno for each in node.engine.partitions], 7)
+        peer.producer.begin_cut(cut)
+    node.commit()
+    told = [parse_closed_time(frame) for frame in peer.drain() if frame.opcode == CLOSED]
+    assert told == [(1 << 16 | 0xFFFF, 7), (8 << 16 | 0xFFFF, 7)]
+    peer.producer.begin_cut(Cut(9 << 16 | 0xFFFF, [part.high_seqno, UNCOVERED], 7))
+    assert not peer.drain()
 
 
 def test_without_the_control_nothing_is_sent(node: MemoryNode) -> None:
@@ -117,12 +133,13 @@ def test_without_the_control_nothing_is_sent(node: MemoryNode) -> None:
     assert not node.hub.cutting
 
 
-def test_the_control_takes_only_true_and_a_node_alone(node: MemoryNode) -> None:
+def test_control_takes_only_true_where_answers_can_wait(node: MemoryNode) -> None:
     peer = node.connect()
     peer.hello()
     peer.open()
     assert peer.control(b"x_closed_times", b"false").status == Status.EINVAL
-    peer.state.replication = SimpleNamespace(arriving=())  # type: ignore[assignment]
+    why = "acknowledge is master"
+    peer.state.replication = SimpleNamespace(arriving=(), why_no_cuts=why)  # type: ignore[assignment]
     assert peer.control(b"x_closed_times", b"true").status == Status.NOT_SUPPORTED
     assert not node.hub.cutting
 
@@ -138,7 +155,7 @@ def test_a_clock_that_is_set_back_gives_no_change_a_closed_time(node: MemoryNode
     frames = peer.drain()
     change = next(frame for frame in frames if frame.key)
     assert first < change.cas < second
-    assert [parse_closed_time(frame) for frame in frames if frame.opcode == CLOSED] == [first]
+    assert [parse_closed_time(frame).time for frame in frames if frame.opcode == CLOSED] == [first]
 
 
 def test_a_change_with_a_foreign_cas_goes_by_its_place(node: MemoryNode) -> None:
@@ -225,7 +242,7 @@ class CutFollower(Follower):
                 super().take([frame])
                 continue
             self.told += 1
-            versions = self.drawn[parse_closed_time(frame)]
+            versions = self.drawn[parse_closed_time(frame).time]
             for vb_id in range(VBUCKETS):
                 if self.is_following(vb_id):
                     assert self.seqnos[vb_id] == len(versions[vb_id])

@@ -5,18 +5,23 @@ The rule is in docs/consistent-cuts.md. The shell draws cuts; `dcp.stream.hub` h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from vbucket.engine.engine import Engine
 
+UNCOVERED: Final = -1
+"""As a seqno: the cut is no state of this partition here."""
+
 
 class Cut(NamedTuple):
-    """A moment of a node."""
+    """A moment of a node, or of a cluster as far as one of its nodes covers it."""
 
     time: int
     """The closed time, a CAS: what this node changes after the cut gets a higher one."""
     seqnos: list[int]
-    """The high seqno of each partition then."""
+    """The high seqno of each partition then, or UNCOVERED."""
+    round: int = 0
+    """In a cluster: cuts of two nodes are one if they have the same time and round."""
 
 
 def draw_cut(engine: Engine, now_ns: int) -> Cut:
@@ -25,5 +30,11 @@ def draw_cut(engine: Engine, now_ns: int) -> Cut:
     """
     engine.begin_batch(now_ns)
     time = engine.now_ns | 0xFFFF
-    engine.now_ns = engine.first_open_ns = time + 1
+    close_time(engine, time)
     return Cut(time, [part.high_seqno for part in engine.partitions])
+
+
+def close_time(engine: Engine, time: int) -> None:
+    """Take no CAS at or below a time from now on."""
+    engine.first_open_ns = max(engine.first_open_ns, (time | 0xFFFF) + 1)
+    engine.now_ns = max(engine.now_ns, engine.first_open_ns)

@@ -30,7 +30,7 @@ from dcp.server.cluster.version_request import VersionsRequest
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.process.scrubbing import DamageRow, Scrubbing
 from dcp.server.storage.process.store_queue import FAILURES
-from dcp.session.version_reads import VersionsRead
+from dcp.session.nodes.version_reads import VersionsRead
 from failover.coordinator.records import MemberRecord
 from failover.rules.repair import why_not_taken
 from vbucket.engine.engine import Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from dcp.server.cluster.member_link import LoginRefusedError, NodeLogin, refusal_of
-from dcp.session.version_reads import RANGE, VersionsRead, read_answer
+from dcp.session.nodes.version_reads import RANGE, VersionsRead, read_answer
 from dcp.wire.frame import MAX_BODY_BYTES, Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

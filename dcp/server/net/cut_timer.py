@@ -19,15 +19,19 @@ class CutTimer:
 
     def __init__(self, engine: Engine, hub: StreamHub) -> None:
         self._engine = engine
-        self._hub = hub
+        self.hub = hub
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Draw a cut if it is wanted, and again and again until `stop`."""
         self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
-        if self._hub.cutting:
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw a cut of this node, if it is wanted."""
+        if self.hub.cutting:
             cut = draw_cut(self._engine, time.time_ns())
-            for follower in self._hub.cutting:
+            for follower in self.hub.cutting:
                 follower.begin_cut(cut)
 
     def stop(self) -> None:

@@ -284,7 +284,10 @@ NEEDS: Final[dict[int, Need]] = {
         ),
         _STREAM_NEED,
     ),
-    **dict.fromkeys((Opcode.X_REPLICA_ACK, Opcode.X_READ_VERSIONS), Need(((Role.REPLICATE,),))),
+    **dict.fromkeys(
+        (Opcode.X_REPLICA_ACK, Opcode.X_READ_VERSIONS, Opcode.X_CUT),
+        Need(((Role.REPLICATE,),)),
+    ),
     **dict.fromkeys(
         (
             Opcode.SET_COLLECTIONS_MANIFEST, Opcode.COMPACT_DB, Opcode.STOP_PERSISTENCE,

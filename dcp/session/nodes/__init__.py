@@ -1,0 +1,1 @@
+"""Commands that only nodes of a cluster send to each other. Pure."""

@@ -1,0 +1,210 @@
+"""Consistent cuts of three nodes: each is one state of all partitions, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from clients.consumer.consumer import Consumer
+from clients.errors import DcpdError
+from clients.event import Rollback
+from clients.kv.client import KvClient
+from clients.mirror.mirror import Mirror
+from dcp.server.cluster.cut_rounds import CutPeer, CutRounds
+from dcp.server.node import Node
+from support.cluster_here import ClusterHere
+from support.waiting import until_so
+
+WRITERS = 6
+BALANCE = 1000
+ACCOUNTS = [[f"account{writer}-{number}" for number in range(6)] for writer in range(WRITERS)]
+
+
+async def set_surely(kv: KvClient, key: str, value: int) -> None:
+    """Write a document that nobody else writes; return when that is answered."""
+    while True:
+        try:
+            await kv.set(key, b"%d" % value)
+        except DcpdError:  # no master now, or it may have been made
+            await asyncio.sleep(0.01)
+        else:
+            return
+
+
+async def move_money(kv: KvClient, accounts: list[str], stop: asyncio.Event) -> None:
+    """Take money from an account, and give it to another one when that is answered."""
+    held = dict.fromkeys(accounts, BALANCE)
+    for source, target in itertools.cycle(itertools.permutations(accounts, 2)):
+        if stop.is_set():
+            return
+        held[source] -= 1
+        await set_surely(kv, source, held[source])
+        held[target] += 1
+        await set_surely(kv, target, held[target])
+
+
+def check_sums(documents: dict[bytes, bytes]) -> tuple[int, ...]:
+    """Each writer has at most one of its money on its way."""
+    held: list[int] = []
+    for mine in ACCOUNTS:
+        own = [int(documents[key.encode()]) for key in mine]
+        assert sum(own) <= BALANCE * len(mine), "a cut has a credit without its debit"
+        assert sum(own) >= BALANCE * len(mine) - 1, "a cut lacks what was answered before it"
+        held += own
+    return tuple(held)
+
+
+async def check_mirror(mirror: Mirror) -> None:
+    async with mirror.at_frontier() as time:
+        held = {key.encode(): mirror[key] for mine in ACCOUNTS for key in mine}
+        check_sums(held)
+        await asyncio.sleep(0.005)
+        assert {key: mirror[key.decode()] for key in held} == held
+        assert time
+
+
+def set_clock(node: Node, ahead_s: float) -> None:
+    """Set the clock with which a node makes changes and draws cuts."""
+    begin = type(node.engine).begin_batch
+    node.engine.begin_batch = (  # type: ignore[method-assign]
+        lambda now_ns: begin(node.engine, now_ns + int(ahead_s * 1e9))
+    )
+
+
+async def test_each_cut_is_one_state_of_three_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Money is moved between partitions of different nodes, the debit first, over a kill, a
+    handover, and a clock that jumps: no cut has a credit without its debit. Nodes are told to draw
+    10 ms one after the other.
+    """
+    send = CutPeer.send
+
+    def send_later(peer: CutPeer, data: bytes) -> None:
+        asyncio.get_running_loop().call_later(0.01, send, peer, data)
+
+    monkeypatch.setattr(CutPeer, "send", send_later)
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.of_three()
+        address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+        stop = asyncio.Event()
+        async with cluster.client("n1") as kv:
+            for mine in ACCOUNTS:
+                await kv.set_many((key, b"%d" % BALANCE) for key in mine)
+            writers = [asyncio.create_task(move_money(kv, mine, stop)) for mine in ACCOUNTS]
+            consumer = Consumer(address, cuts=True, validate=True)
+            mirror = Mirror(address, tmp_path / "mirror.lmdb", cuts=True)
+            await mirror.open()
+            documents: dict[bytes, bytes] = {}
+            seen: set[tuple[int, ...]] = set()
+            steps = iter(STEPS)
+            next_at, last = 4, 0
+            async for cut in consumer.cuts():
+                for change in cut.changes:
+                    assert not isinstance(change, Rollback), "nothing that was answered is undone"
+                    documents[change.key] = change.value
+                seen.add(check_sums(documents))
+                assert cut.time > last
+                assert consumer.frontier == cut.time
+                last = cut.time
+                await check_mirror(mirror)
+                if len(seen) < next_at:
+                    continue
+                next_at = len(seen) + 4
+                step = next(steps, None)
+                if step is None:
+                    break
+                await step(cluster)
+            stop.set()
+            await asyncio.gather(*writers)
+            await kv.set(ACCOUNTS[0][0], b"1")
+            await mirror.caught_up(20)
+            async with mirror.at_frontier():
+                assert mirror[ACCOUNTS[0][0]] == b"1"
+            await mirror.close()
+            await consumer.close()
+
+
+async def kill(cluster: ClusterHere) -> None:
+    await cluster.kill("n3")
+    await until_so(lambda: sum(len(cluster.active(name)) for name in cluster.nodes) == 64)
+
+
+async def restart(cluster: ClusterHere) -> None:
+    await cluster.start("n3")
+    await cluster.until_all_in_sync(3)
+
+
+async def hand_over(cluster: ClusterHere) -> None:
+    """All that n2 has goes to the others, and it comes back."""
+    await cluster.nodes["n2"].stop()
+    await cluster.start("n2")
+    await cluster.until_all_in_sync(3)
+
+
+async def jump(cluster: ClusterHere) -> None:
+    """A node whose clock is off closes nothing until it is right again."""
+    node = cluster.nodes[max(cluster.nodes, key=lambda name: len(cluster.active(name)))]
+    assert node.replicated is not None
+    cuts = node.replicated.core.master.cuts
+    await until_so(lambda: not cuts.why_not)
+    set_clock(node, 5)
+    await until_so(lambda: "its clock is" in cuts.why_not)
+    set_clock(node, 0)
+    await until_so(lambda: not cuts.why_not)
+
+
+STEPS = [kill, restart, hand_over, jump]
+
+
+def rounds_of(cluster: ClusterHere) -> CutRounds:
+    """Return those of the node that leads."""
+    leader = min(cluster.nodes.values(), key=member_of)
+    assert isinstance(leader._upkeep._cuts, CutRounds)
+    return leader._upkeep._cuts
+
+
+def member_of(node: Node) -> str:
+    assert node.replicated is not None
+    return node.replicated.member
+
+
+async def test_a_node_that_says_nothing_delays_others_once(tmp_path: Path) -> None:
+    """Nothing is held, and nobody asks, before somebody wants cuts. A node that does not answer
+    then is waited for once; cuts of the others go on without it, and with it when it answers.
+    """
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.of_three()
+        async with cluster.client("n1") as kv:
+            await kv.set("key", b"1")
+            assert all(node.engine.first_open_ns == 0 for node in cluster.nodes.values())
+            address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+            async with Consumer(address, cuts=True) as everything:
+                whole = everything.cuts()
+                await anext(whole)
+                rounds = rounds_of(cluster)
+                silent = max(cluster.nodes, key=lambda name: member_of(cluster.nodes[name]))
+                member = member_of(cluster.nodes[silent])
+                asked: list[bytes] = []
+                rounds._peers[member].send = asked.append  # type: ignore[method-assign]
+                await until_so(lambda: asked)
+                others = set().union(
+                    *(cluster.active(name) for name in cluster.nodes if name != silent)
+                )
+                async with Consumer(address, cuts=True, vbuckets=others) as some:
+                    cuts = some.cuts()
+                    times = [(await anext(cuts)).time for _ in range(8)]
+                assert times == sorted(set(times))
+                await kv.set("key", b"2")
+                assert len(asked) == 1, "it is asked again when it has answered"
+                assert all(
+                    node.replicated is None or node.replicated.core.master.watermarks.held is None
+                    for node in cluster.nodes.values()
+                    if member_of(node) == member
+                ), "it was never told"
+                rounds._peers[member].end()
+                while everything.frontier <= times[-1]:
+                    await anext(whole)
