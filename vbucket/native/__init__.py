@@ -249,13 +249,15 @@ def get_run(
     return None if loops is None else loops.get_run(partitions, trees, keep, damaged)
 
 
-def live_run(stream: type, part: type, layer: type, tally: type) -> LiveRun | None:
+def live_run(
+    stream: type, part: type, layer: type, tally: type, caught_up: object, replica: object
+) -> LiveRun | None:
     """Return what cuts snapshots of live streams, None if the loops are not built."""
     try:
         from vbucket.native.loops import LiveRun
     except ModuleNotFoundError:
         return None
-    return LiveRun(stream, part, layer, tally)
+    return LiveRun(stream, part, layer, tally, caught_up, replica)
 
 
 def key_tree(

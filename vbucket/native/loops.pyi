@@ -1,6 +1,7 @@
 """The interface of the C sources here."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -306,17 +307,26 @@ class KeyTree:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
 class LiveRun:
-    """Cuts snapshots of live streams."""
+    """Cuts snapshots of live streams: once for all streams that get the same."""
 
-    def __init__(self, stream: type, part: type, layer: type, tally: type, /) -> None:
-        """Takes the classes of streams, partitions, their layers and tallies; all have slots."""
+    def __init__(
+        self, stream: type, part: type, layer: type, tally: type, caught_up: object,
+        replica: object, /,
+    ) -> None:  # fmt: skip
+        """Takes the classes of streams, partitions, their layers and tallies, which have slots; and
+        the states of a stream that has caught up, and of a partition that is a copy.
+        """
 
-    def snapshot(
-        self, stream: Any, part: Any, committed_group: int, bytes_max: int, form: int, /
-    ) -> bytes | None:
-        """Move a stream to the end of what is committed; return marker, changes and, if `form` has
-        the flag 0x100, SNAPSHOT_END. None: it is for Python, and nothing has changed. The message
-        is shorter than `bytes_max`. The other flags of `form` are those of `SnapshotWriter.plain`.
+    def send(
+        self, ready: deque[Any], partitions: list[Any], committed_group: int, bytes_max: int,
+        turn_bytes: int, form: int, out: list[Any], /,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Move streams from the front of `ready` to the end of what is committed, and append to
+        `out` for each its marker, changes and, if `form` has the flag 0x100, SNAPSHOT_END. Return
+        the bytes and the seqnos. It ends before a stream that is for Python, which has not changed.
+
+        Messages are shorter than `turn_bytes` each, and than `bytes_max` together. The other flags
+        of `form` are those of `SnapshotWriter.plain`.
         """
 
 class LogThread:
