@@ -68,7 +68,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "dcpctl explain partition": Feature(2, 332),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
-    "live snapshots are cut once for all streams": Feature(0, 12),
+    "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "consistent cuts, atomic batches": Feature(7, 950),
     "copies find their differences by hashes": Feature(11, 2024),

@@ -136,23 +136,26 @@ def mutation_numbers(data: bytes, at: int, count: int, offset: int, width: int, 
 Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
 """Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
 
-def text_sets(
+def text_changes(
     text: bytes | bytearray, position: int, value_bytes_max: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the plain `set`s of memcached's text protocol that are at a position, `count_max` and
-    256 at most, as SETs and, with `noreply`, SETQs of the binary one; and where each of them ends
-    in the text, and in the packet.
+    """Return the plain changes of memcached's text protocol that are at a position, `count_max` and
+    256 at most, as requests of the binary one, quiet ones for `noreply`; and where each of them
+    ends in the text, and in the packet.
     """
 
 def text_gets(
     text: bytes | bytearray, position: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the lines of `get` with one key as GETKs, as `text_sets` does."""
+    """Return the lines of `get` with one key as GETKs, as `text_changes` does."""
 
 def text_values(answers: bytes, shows_cas: bool, are_lines: bool, /) -> bytes:
     """Return the answers of GETKs as VALUE lines and blocks, with the CAS for `gets`. `are_lines`:
     each answer ends with END, and may be a miss. Raises ValueError for other answers.
     """
+
+def text_outcomes(answers: list[bytes], /) -> bytes:
+    """Return the answers of changes, of quiet ones nothing. Raises ValueError for others."""
 
 class Superseded:
     """The seqnos of superseded versions that were not met yet."""
