@@ -10,7 +10,9 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - set_text, get_text, get_100_text  the same in the text protocol; get_100_text: 100 keys a line
 - set_cached, set_merged            of a key in the store, in the item cache or not
 - change_*                          other changes of documents in memory: set_expiring, set_quiet,
-                                    set_cas, replace, add, delete, count, touch
+                                    set_cas, replace, append, add, delete, count, touch,
+                                    get_and_touch
+- text_*                            the same in the text protocol
 - get_memory, get_cached, get_merged   the same for GET
 - get_absent                        a GET of an absent key, with others in the store
 - get_filling                       a GET from the store that goes into the item cache
@@ -291,6 +293,8 @@ def measure_changes(
         "set_expiring": [change(workload.OP_SET, key, in_an_hour, pool[0]) for key in chosen],
         "replace": [change(workload.OP_REPLACE, key, extras, pool[0]) for key in chosen],
         "touch": [change(workload.OP_TOUCH, key, in_an_hour[4:]) for key in chosen],
+        "get_and_touch": [change(workload.OP_GAT, key, bytes(4)) for key in chosen],
+        "append": [change(workload.OP_APPEND, key, b"", b"v") for key in chosen],
         "add": [change(workload.OP_ADD, key, extras, pool[0]) for key in new],
         "delete": [change(workload.OP_DELETE, key) for key in new],
         "count": [change(workload.OP_INCREMENT, key, counter) for key in new * 2],
@@ -299,6 +303,28 @@ def measure_changes(
     for name, frames in made.items():
         batches = [b"".join(frames[at : at + BATCH]) for at in range(0, len(frames), BATCH)]
         seconds[f"change_{name}"] = drive(node, session, batches) / len(frames)
+    return seconds
+
+
+def measure_text_changes(
+    node: CoreNode, session: TextSession, keys: int, count: int
+) -> dict[str, float]:
+    """The changes of the text protocol, of documents in memory."""
+    count = min(count, keys)
+    chosen = [workload.key_of(index) for index in random.Random(8).sample(range(keys), count)]
+    new = [b"text:%010d" % index for index in range(count)]
+    made = {
+        "replace": [b"replace %b 0 0 1\r\n7\r\n" % key for key in chosen],
+        "incr": [b"incr %b 1\r\n" % key for key in chosen],
+        "cas": [b"cas %b 0 0 1 1\r\n7\r\n" % key for key in chosen],
+        "touch": [b"touch %b 3600\r\n" % key for key in chosen],
+        "add": [b"add %b 0 0 1\r\n7\r\n" % key for key in new],
+        "delete": [b"delete %b\r\n" % key for key in new],
+    }
+    seconds = {}
+    for name, lines in made.items():
+        batches = [b"".join(lines[at : at + BATCH]) for at in range(0, len(lines), BATCH)]
+        seconds[f"text_{name}"] = drive(node, session, batches) / len(lines)
     return seconds
 
 
@@ -379,6 +405,7 @@ def measure(
     seconds["live"] = measure_live(node, keys, count, pool) / count
     drive(node, session, sets(range(keys)))
     seconds |= measure_changes(node, session, keys, count, pool)
+    seconds |= measure_text_changes(node, text, keys, count)
     figures = {name: round(1e6 * each, 3) for name, each in seconds.items()}
     figures["backfill_merged_bytes_per_second"] = round(sent / (keys * seconds["backfill_merged"]))
     return figures

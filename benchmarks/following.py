@@ -4,6 +4,7 @@
     python -m benchmarks.following drain-redis --port 6379 --changes 500000
     python -m benchmarks.following tail --port 11210
     python -m benchmarks.following idle --port 11210 --pid 4711
+    python -m benchmarks.following crowd --port 11210 --pid 4711
 
 - drain  reads all changes from the beginning into a socket that counts bytes: once to learn the
          number of bytes and changes, then again against the clock. For Redis it sends one XREAD per
@@ -12,6 +13,8 @@
          It measures the time from sending a SET to its answer, and to its event.
 - idle   opens 1,024 streams on each of 100 connections and measures memory and processor time of
          the server, without changes and with some.
+- crowd  sends SETs of one partition at a fixed rate, and has it followed by 0, 1, 10 and 100
+         connections: the processor time of the server for each change.
 
 Each prints one JSON document.
 """
@@ -21,10 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import select
+import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from benchmarks import workload
@@ -42,6 +46,9 @@ QUIET_SECONDS: Final = 1.0
 KEY_MARK: Final = b"key:"
 """It is in every key once, and in nothing else that is sent."""
 TICK_SECONDS: Final = 0.001
+CROWDS: Final = (1, 10, 100)
+"""Connections that follow the same partition."""
+VALUE: Final = b"v" * 128
 
 
 def connect(port: int) -> socket.socket:
@@ -53,22 +60,23 @@ def connect(port: int) -> socket.socket:
     return connection
 
 
-def stream_requests(flags: int, name: bytes) -> bytes:
-    """DCP_OPEN and a stream of every partition from the beginning."""
+def stream_requests(flags: int, name: bytes, vb_ids: Iterable[int]) -> bytes:
+    """DCP_OPEN and a stream of each of these partitions from the beginning."""
     asked = StreamRequest(flags, 0, SEQNO_MAX, 0, 0, 0)
     extras = OPEN_EXTRAS.pack(0, OpenFlag.PRODUCER)
     opened = pack_request(Opcode.DCP_OPEN, key=name, extras=extras)
     noop = pack_request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
-    streams = [pack_stream_request(vb_id, asked, vb_id) for vb_id in range(NUM_VBUCKETS)]
+    streams = [pack_stream_request(vb_id, asked, vb_id) for vb_id in vb_ids]
     return b"".join([opened, noop, *streams])
 
 
 def follow(
-    port: int, name: bytes, flags: int = 0, features: tuple[int, ...] = workload.FEATURES
-) -> socket.socket:
+    port: int, name: bytes, flags: int = 0, features: tuple[int, ...] = workload.FEATURES,
+    vb_ids: Iterable[int] = range(NUM_VBUCKETS),
+) -> socket.socket:  # fmt: skip
     connection = connect(port)
     open_session(connection, features)
-    connection.sendall(stream_requests(flags, name))
+    connection.sendall(stream_requests(flags, name, vb_ids))
     return connection
 
 
@@ -234,9 +242,47 @@ def idle(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def crowd_seconds(options: argparse.Namespace, consumers: int) -> float:
+    """Return the server's processor seconds for each change that so many connections follow."""
+    keys = [key for key in map(workload.key_of, range(options.keys)) if not vbucket_of(key)]
+    followers = [
+        follow(options.port, b"crowd %d" % number, StreamFlag.FROM_LATEST, vb_ids=(0,))
+        for number in range(consumers)
+    ]
+    time.sleep(QUIET_SECONDS)
+    writer = connect(options.port)
+    open_session(writer)
+    with selectors.DefaultSelector() as selector:
+        for connection in (writer, *followers):
+            selector.register(connection, selectors.EVENT_READ)
+        spent, began, sent = cpu_seconds(options.pid), time.perf_counter(), 0
+        while (now := time.perf_counter()) < began + options.seconds:
+            due = min(int((now - began) * options.rate) - sent, options.in_flight)
+            made = [workload.binary_set(keys[(sent + at) % len(keys)], VALUE) for at in range(due)]
+            sent += due
+            writer.sendall(b"".join(made))
+            for ready, _ in selector.select(TICK_SECONDS):
+                assert isinstance(ready.fileobj, socket.socket)
+                ready.fileobj.recv(BUFFER_BYTES)
+        seconds = (cpu_seconds(options.pid) - spent) / sent
+    for connection in (writer, *followers):
+        connection.close()
+    return seconds
+
+
+def crowd(options: argparse.Namespace) -> dict[str, float]:
+    """What a change costs the server, and what each connection that follows it adds."""
+    alone = crowd_seconds(options, 0)
+    added = {count: crowd_seconds(options, count) - alone for count in CROWDS}
+    return {
+        "us_per_change": round(1e6 * alone, 1),
+        **{f"us_per_stream_of_{n}": round(1e6 * each / n, 2) for n, each in added.items()},
+    }
+
+
 TOOLS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "drain-dcpd": drain_dcpd, "drain-bare": drain_bare, "drain-redis": drain_redis, "tail": tail,
-    "idle": idle,
+    "idle": idle, "crowd": crowd,
 }  # fmt: skip
 
 
@@ -251,6 +297,7 @@ def main() -> int:
     parser.add_argument("--value-bytes", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--connections", type=int, default=100)
+    parser.add_argument("--in-flight", type=int, default=64, help="SETs sent at once, at most")
     parser.add_argument("--writes", type=int, default=100)
     options = parser.parse_args()
     print(json.dumps(TOOLS[options.tool](options)))

@@ -16,6 +16,8 @@ Parts
 - serve      all changes from the beginning into a socket that counts, 128-byte and 1 KiB values;
              of dcpd also to a client that knows no collections
 - tail       from sending a SET to its answer and to its event, at 10,000 a second (dcpd alone)
+- crowd      1,000 SETs a second of one partition, which 1, 10 and 100 connections follow: processor
+             time of a change for each (dcpd alone)
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
 
@@ -42,12 +44,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import responder, workload
+from benchmarks import following, responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
 from vbucket.native.form import form_text
 
-LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "idle", "restart")
+LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "crowd", "idle", "restart")
 """What is measured on a server that holds all keys, in this order."""
 PARTS: Final = ("generator", "set", *LOADED_PARTS)
 LARGE_VALUE_BYTES: Final = 1024
@@ -220,6 +222,15 @@ def measure_tail(report: Report, peer: Peer, options: argparse.Namespace) -> Non
     say(f"  {peer.name:6} tail: {document}")
 
 
+def measure_crowd(report: Report, peer: Peer, _options: argparse.Namespace) -> None:
+    document = tool("following", "crowd", "--port", peer.port, "--pid", peer.pid, "--rate", 1000)
+    for count in following.CROWDS:
+        report.add(peer.name, f"a change, for each of {count} connections",
+                   document[f"us_per_stream_of_{count}"], unit="us",
+                   more_is_better=False)  # fmt: skip
+    say(f"  {peer.name:6} crowd: {document}")
+
+
 def measure_idle(report: Report, peer: Peer, _options: argparse.Namespace) -> None:
     document = tool("following", "idle", "--port", peer.port, "--pid", peer.pid)
     report.add(peer.name, "102,400 idle streams", document["anonymous_bytes_added"] / MIB,
@@ -278,6 +289,7 @@ MEASURE: Final[dict[str, Callable[[Report, Peer, argparse.Namespace], None]]] = 
     "catchup": measure_catchup,
     "serve": measure_serve,
     "tail": measure_tail,
+    "crowd": measure_crowd,
     "idle": measure_idle,
     "restart": measure_restart,
 }
@@ -285,6 +297,7 @@ PEERS_OF: Final = {
     "get": {"dcpd", "redis"},
     "serve": {"dcpd", "redis"},
     "tail": {"dcpd"},
+    "crowd": {"dcpd"},
     "idle": {"dcpd"},
 }
 """Parts in which only some servers can be measured in the same way."""

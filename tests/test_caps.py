@@ -68,6 +68,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "dcpctl explain partition": Feature(2, 332),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
+    "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),

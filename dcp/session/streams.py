@@ -148,8 +148,8 @@ class DcpCommands:
             has_expiry_opcode=producer.has_expiry_opcode,
             wants_compression=terms.forces_compression,
         )
-        producer.snapshots.plain = plain_frames(self._open_flags, known)
-        producer.snapshots.codec = frame_codec(self._open_flags, known)
+        flags = self._open_flags
+        producer.snapshots.take_form(plain_frames(flags, known), frame_codec(flags, known))
 
     def _problem_of_open(self, request: Frame) -> str:
         if len(request.extras) != OPEN_EXTRAS.size:

@@ -68,6 +68,10 @@ _MODES: Final = {
     b"prepend": _PREPEND,
 }
 
+_CHANGES: Final = (
+    b"set ", b"add ", b"repl", b"cas ", b"appe", b"prep", b"dele", b"incr", b"decr", b"touc",
+)  # fmt: skip
+"""How plain changes begin."""
 _GET_HEADS: Final = [
     pack_request(Opcode.GETKQ, key=bytes(key_bytes))[:HEADER_BYTES]
     for key_bytes in range(MAX_KEY_BYTES + 1)
@@ -142,7 +146,7 @@ class TextSession:
         self._engine = state.engine
         self._runs = DocumentRuns(state)
         self._run_commands = _RUN_MIN
-        self._takers = {b"set ": self._take_sets, b"get ": self._take_gets}
+        self._takers = dict.fromkeys(_CHANGES, self._take_changes) | {b"get ": self._take_gets}
         self._buffer = bytearray()
         self._store: _Store | None = None
         self._read: _Read | None = None
@@ -310,25 +314,25 @@ class TextSession:
 
     # -- stores --------------------------------------------------------------------------------
 
-    def _take_sets(self, position: int) -> int:
-        """Store the plain `set`s at `position` together, in the loop of SETs; return where others
-        begin. Beside replicas each answer has a mark of its own, so there are no runs.
+    def _take_changes(self, position: int) -> int:
+        """Carry out the plain changes at `position` together, in the loop of changes; return where
+        others begin. Beside replicas each answer has a mark of its own, so there are no runs.
         """
         state = self.state
         if _LOOPS is None or state.marks is not None or not self._has_runs():
             return position
-        packet, text_ends, packet_ends = _LOOPS.sets(
+        packet, text_ends, packet_ends = _LOOPS.changes(
             self._buffer, position, state.shared.limits.value_bytes_max, self._run_commands
         )
         if not packet or self._must_wait():
             return position
-        first_answer = len(state.answers)
+        answers, first_answer = state.answers, len(state.answers)
         state.buffer = packet
         taken = bisect_right(packet_ends, self._runs.change_run(0, len(packet)))
         state.buffer = b""
-        stored = len(state.answers) - first_answer
-        if stored:
-            state.answers[first_answer:] = [_STORED * stored]
+        if len(answers) > first_answer:
+            outcomes = _LOOPS.outcomes(answers[first_answer:])
+            answers[first_answer:] = [outcomes] if outcomes else []
         return self._ran(taken, text_ends, position)
 
     def _ran(self, taken: int, text_ends: list[int], position: int) -> int:

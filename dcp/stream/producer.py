@@ -85,15 +85,16 @@ _QUEUED: Final = (_READY, _WINDOW_FULL, _WAITS_FOR_BACKFILL)
 _NOT_WOKEN: Final = (*_QUEUED, _STALLED, _WAITS_FOR_CUT)
 
 
-_NOT_ASKED: Final = -1
-"""As a form: the terms of the connection were not looked at yet."""
-_live_run: Final = live_run(ActiveStream, Partition, Layer, CollectionCounts)
+_live_run: Final = live_run(ActiveStream, Partition, Layer, CollectionCounts, _CAUGHT_UP, _REPLICA)
 
 
 class Producer:
     """See the module. `schedule` rings the shell: there may be something to pump. It may only note
     that, because streams are woken amid other work.
     """
+
+    can_wait = False
+    """See StreamSender: consumers get everything at once."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class Producer:
     def wake(self, vb_id: int) -> None:
         """The partition committed something."""
         for stream in self._by_vb[vb_id]:
-            if stream.state not in _NOT_WOKEN:
+            if stream.state is _CAUGHT_UP or stream.state not in _NOT_WOKEN:
                 stream.state = _READY
                 self._ready.append(stream)
                 self._schedule()
@@ -368,23 +369,24 @@ class Producer:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return something now."""
-        cut, is_ready = self.snapshots.cut, bool(self._ready) and self._window_left() > 0
-        return bool(self._urgent) or is_ready or (cut is not None and not cut.behind)
-
-    @property
-    def can_wait(self) -> bool:
-        """See StreamSender: consumers get everything at once."""
-        return False
+        if self._urgent or (self._ready and self._window_left() > 0):
+            return True
+        cut = self.snapshots.cut
+        return cut is not None and not cut.behind
 
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
         out, self._urgent, cut = self._urgent, [], self.snapshots.cut
         ready, partitions = self._ready, self._engine.partitions
-        live_form: int | None = _NOT_ASKED
         while ready and bytes_max > 0:
             window = self._window_left()
             if window <= 0:
                 break
+            if cut is None and not ready[0].is_backlog:
+                sent = self._send_live(out, min(window, bytes_max))
+                if sent:
+                    bytes_max -= sent
+                    continue
             stream = ready.popleft()
             part = partitions[stream.vb_id]
             is_copy = part.has_copies and part.state is _REPLICA
@@ -392,19 +394,6 @@ class Producer:
                 stream.state = _SENDING
                 self.end(stream, EndReason.STATE_CHANGED)
                 continue
-            has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
-            if has_more and cut is not None:
-                has_more = part.committed_seqno <= cut.seqnos[part.vb_id]
-            if has_more and live_form is not None:
-                if live_form == _NOT_ASKED:
-                    live_form = None if _live_run is None else self.snapshots.live_form
-                room = min(TURN_BYTES, window, bytes_max)
-                sent = self._send_live(stream, part, out, room, live_form)
-                if sent:
-                    bytes_max -= sent
-                    if cut is not None:
-                        cut.reached_by(stream)
-                    continue
             stream.state = state = self._state_of(stream, part)
             if state is not _READY:
                 self._rest(stream, state)
@@ -423,24 +412,18 @@ class Producer:
                 self.begin_cut(cut.next)
         return out
 
-    def _send_live(
-        self, stream: ActiveStream, part: Partition, out: list[Message], bytes_max: int,
-        form: int | None,
-    ) -> int:  # fmt: skip
-        """Send a whole snapshot of a live stream in one call, if nothing about it is unusual; 0:
-        `_take_turn` has to do it.
+    def _send_live(self, out: list[Message], bytes_max: int) -> int:
+        """Send whole snapshots of the first live streams in one call, as long as nothing about them
+        is unusual; return the bytes. 0: the next stream has to take a turn.
         """
+        form = self.snapshots.live_form
         if _live_run is None or form is None:
             return 0
-        first_seqno = stream.next_seqno
-        group = self._commits.committed_group
-        message = _live_run.snapshot(stream, part, group, bytes_max, form)
-        if message is None:
-            return 0
-        stream.state = _CAUGHT_UP
-        out.append(message)
-        self._engine.streamed_seqnos += stream.next_seqno - first_seqno
-        sent = len(message)
+        sent, seqnos = _live_run.send(
+            self._ready, self._engine.partitions, self._commits.committed_group, bytes_max,
+            TURN_BYTES, form, out,
+        )  # fmt: skip
+        self._engine.streamed_seqnos += seqnos
         self._count(sent)
         return sent
 

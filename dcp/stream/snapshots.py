@@ -73,6 +73,7 @@ class SnapshotWriter:
         """None: stored frames are sent unchanged."""
         self.plain: int | None = ALL_PLAIN
         """Which frames the codec leaves unchanged (flags of vbucket.store.block); None: none."""
+        self._live_form: int | None = None
         self.refused_bytes = 0
         """Bytes that filters left out in this turn. The caller counts and resets them."""
         self.cut: PendingCut | None = None
@@ -80,19 +81,25 @@ class SnapshotWriter:
         self._engine = engine
         self._terms = terms
 
+    def take_form(self, plain: int | None, codec: FrameCodec) -> None:
+        """Note in which form frames are sent from now on; the terms may have changed, too."""
+        self.plain, self.codec, terms = plain, codec, self._terms
+        self._live_form = plain
+        if (
+            plain is None or terms.has_history or terms.has_previous_values
+            or terms.marker_version is not MarkerVersion.V1
+        ):  # fmt: skip
+            self._live_form = None
+        elif terms.has_snapshot_ends:
+            self._live_form = plain | _HAS_SNAPSHOT_ENDS
+
     @property
     def live_form(self) -> int | None:
         """The form in which `LiveRun` may cut whole snapshots of live streams: `plain`, and whether
         they have an end of their own. None: this connection's are unusual.
         """
-        terms = self._terms
-        if (
-            self.plain is None or terms.has_history or terms.has_previous_values
-            or terms.marker_version is not MarkerVersion.V1
-            or DEFAULT_COLLECTION not in self._engine.keyspace.committed_manifest.collections
-        ):  # fmt: skip
-            return None
-        return self.plain | _HAS_SNAPSHOT_ENDS if terms.has_snapshot_ends else self.plain
+        has_default = DEFAULT_COLLECTION in self._engine.keyspace.committed_manifest.collections
+        return self._live_form if has_default else None
 
     def may_go_on(self, stream: ActiveStream, part: Partition) -> bool:
         """Whether a copy that is no master still has what a stream goes on with. If its master has

@@ -67,6 +67,8 @@ KINDS = (
     "incr cas", "incr value", *["touch"] * 2, "touch 0", "touch value", "addq", "replace",
     "replaceq", "add cas", "add expiry", "deleteq", "delete extras", "delete cas", "own cas",
     "own cas delete", "own cas incr", "own cas replaceq",
+    *["append"] * 2, "appendq", *["prepend"] * 2, "prependq", "append cas", "append extras",
+    "append json", "own cas append", *["gat"] * 3, *["gatq"] * 2, "gat value",
     "flags", "json", "snappy", "xattr", *["expiry"] * 3, "30 days", "over 30 days", "late",
     *["setq"] * 3, "add", "get", "cas", "delete", "collection", "no key", "empty key",
     "long key", "key beyond", "no extras", "few extras", "nowhere", "noop",
@@ -139,6 +141,16 @@ def a_request(kind: str, vb_id: int, key: bytes, value_bytes: int, opaque: int) 
             )
         },
         "touch": (Opcode.TOUCH, {"extras": value_bytes.to_bytes(4, "big"), "value": b"", "cas": 7}),
+        "gat": (Opcode.GAT, {"extras": value_bytes.to_bytes(4, "big"), "value": b"", "cas": 7}),
+        "gatq": (Opcode.GATQ, {"extras": value_bytes.to_bytes(4, "big"), "value": b""}),
+        "gat value": (Opcode.GAT, {"extras": bytes(4)}),
+        "append": (Opcode.APPEND, {"extras": b"", "value": b"7" * value_bytes}),
+        "appendq": (Opcode.APPENDQ, {"extras": b""}),
+        "prepend": (Opcode.PREPEND, {"extras": b"", "value": b"1" * value_bytes}),
+        "prependq": (Opcode.PREPENDQ, {"extras": b""}),
+        "append cas": (Opcode.APPEND, {"extras": b"", "cas": 77}),
+        "append extras": (Opcode.APPEND, {}),
+        "append json": (Opcode.APPEND, {"extras": b"", "value": b"1", "datatype": 1}),
         "touch 0": (Opcode.TOUCH, {"extras": bytes(4), "value": b""}),
         "touch value": (Opcode.TOUCH, {"extras": bytes(4)}),
         "collection": (Opcode.SET, {"key": b"\x09k"}),
@@ -360,7 +372,8 @@ PREPARED = ("set", "number", "delete", "expiry", "")
 LOOP_KINDS = (
     "add", "addq", "replace", "replaceq", "delete", "deleteq", "own cas", "own cas delete", "cas",
     "delete cas", "add cas", "incr", "incrq", "decr", "decrq", "incr only", "incr expiry",
-    "incr cas", "own cas incr", "touch", "touch 0",
+    "incr cas", "own cas incr", "touch", "touch 0", "append", "appendq", "prepend", "prependq",
+    "own cas append", "append cas", "gat", "gatq",
 )  # fmt: skip
 
 
@@ -433,8 +446,10 @@ def test_each_kind_is_taken_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(pair.nodes[0].engine, name, counted)
     pair.nodes[0].commit()
     pair.nodes[1].commit()
-    for each in ("incr", "touch", "cas", "add", "replaceq", "number", "decrq", "own cas delete",
-                 "deleteq", "replace", "incr only", "addq", "delete cas"):  # fmt: skip
+    for each in ("incr", "touch", "cas", "add", "replaceq", "append", "prependq", "gat", "number",
+                 "decrq", "gatq", "own cas append", "appendq", "prepend", "append cas",
+                 "own cas delete", "deleteq", "replace", "incr only", "addq",
+                 "delete cas"):  # fmt: skip
         made = [a_request(each, 1, key, 1, n) for n, key in enumerate(keys)]
         if each.startswith("own"):
             made = [with_own_cas(pair.nodes[0], request, is_plain=False) for request in made]
@@ -589,6 +604,7 @@ others = [
         (Opcode.TOUCH, 0, bytes(3) + b"\\5"), (Opcode.DELETE, 1, b""), (Opcode.ADD, 2, bytes(8)),
         (Opcode.INCREMENT, 1, bytes(20)), (Opcode.INCREMENT, 1, bytes(7) + b"\\1" + bytes(12)),
         (Opcode.DELETEQ, 1, b""), (Opcode.REPLACE, 1, bytes(8)), (Opcode.ADDQ, 1, bytes(8)),
+        (Opcode.APPEND, 0, b""), (Opcode.PREPENDQ, 3, b""), (Opcode.GAT, 3, bytes(3) + b"\\5"),
     )
 ]
 data = b"".join(sets + others)
@@ -631,7 +647,7 @@ def attempt(cache_bytes, fail_at):
     return failed
 
 for cache_bytes in (0, 1 << 20):
-    assert sum(attempt(cache_bytes, fail_at) for fail_at in range(160)) > 60
+    assert sum(attempt(cache_bytes, fail_at) for fail_at in range(200)) > 60
 """
 
 

@@ -36,6 +36,14 @@ LINES = (
     "add %b 0 0 %d\r\n", "get %b\n", "get %b \r\n", "gets %b\r\n", "get %b k key:1 key:2 gone\r\n",
     "gets key:3 %b key:3\r\n", "get key:3 gone\r\n", "delete %b\r\n", "incr %b 1\r\n", "set\r\n",
     "get\r\n", "verbosity 1\r\n", "set a b c %d\r\n", "cas %b 0 0 %d 1\r\n", "gat 9 %b\r\n",
+    *["add %b 3 0 %d\r\n", "replace %b 0 9 %d\r\n", "delete %b\r\n", "incr %b 7\r\n"] * 2,
+    "decr %b 18446744073709551615\r\n", "decr %b 18446744073709551616\r\n", "touch %b 9\r\n",
+    "touch %b 0\r\n", "touch %b 9 noreply\r\n", "touch %b -1\r\n", "incr %b 1 noreply\r\n",
+    "incr %b\r\n", "delete %b noreply\r\n", "delete noreply\r\n", "delete %b 0\r\n",
+    "delete %b 1\r\n", "cas %b 0 0 %d 0\r\n", "cas %b 0 0 %d 18446744073709551615 noreply\r\n",
+    "cas %b 0 0 %d\r\n", "add %b 0 0 %d noreply\r\n", "append %b 0 0 %d\r\n",
+    "append %b 1 2 %d noreply\r\n", "prepend %b 0 0 %d\r\n", "replace %b 0 0 %d noreply\r\n",
+    "cas %b 0 0 %d <cas>\r\n",
 )  # fmt: skip
 COMMANDS = st.lists(
     st.tuples(st.sampled_from(LINES), st.sampled_from(KEYS), st.integers(0, VALUE_BYTES_MAX + 1)),
@@ -44,8 +52,14 @@ COMMANDS = st.lists(
 )
 
 
-def a_command(line: str, key: bytes, value_bytes: int) -> bytes:
+HEADS = (b"set k 0 0 ", b"get ", b"set ", b"cas k 0 0 1 ", b"incr k ", b"delete ", b"touch k ")
+
+
+def a_command(node: MemoryNode, line: str, key: bytes, value_bytes: int) -> bytes:
     text = line.encode()
+    if b"<cas>" in text:
+        meta = node.engine.newest_meta(vbucket_of(key, PARTITIONS), b"\0" + key)
+        text = text.replace(b"<cas>", b"%d" % (9 if meta is None else meta.cas))
     is_store = b"%d" in text
     text = text.replace(b"%b", key).replace(b"%d", b"%d" % value_bytes)
     return text + b"v" * value_bytes + b"\r\n" if is_store else text
@@ -91,8 +105,8 @@ def heard(session: TextSession) -> list[Any]:
 def test_together_as_one_by_one(
     commands: list[tuple[str, bytes, int]], cuts: list[int], has_marks: bool
 ) -> None:
-    data = b"".join(a_command(*command) for command in commands)
     pairs = [a_session(has_loops=each, has_marks=has_marks) for each in (True, False)]
+    data = b"".join(a_command(pairs[0][0], *command) for command in commands)
     borders = [0, *sorted(cuts), len(data)]
     for begin, end in pairwise(borders):
         for node, session in pairs:
@@ -102,7 +116,7 @@ def test_together_as_one_by_one(
 
 
 @settings(max_examples=150)
-@given(data=st.binary(max_size=60), head=st.sampled_from([b"set k 0 0 ", b"get ", b"set "]))
+@given(data=st.binary(max_size=60), head=st.sampled_from(HEADS))
 def test_crafted_bytes(data: bytes, head: bytes) -> None:
     pairs = [a_session(has_loops=each) for each in (True, False)]
     for node, session in pairs:
@@ -121,7 +135,7 @@ def test_plain_commands_are_taken_together() -> None:
         return Engine.store(node.engine, *arguments)
 
     node.engine.store = counted  # type: ignore[method-assign]
-    session.receive(b"add none 0 0 1\r\nx\r\ndelete none\r\n", node.now_ns)
+    session.receive(b"add  none 0 0 1\r\nx\r\ndelete none 0\r\n", node.now_ns)
     session.state.answers.clear()
     handled.clear()
     session._take_line = handled.append  # type: ignore[method-assign]
@@ -133,7 +147,30 @@ def test_plain_commands_are_taken_together() -> None:
     session.receive(b"".join(b"get %b\r\n" % key for key in [*keys, b"none"]), node.now_ns)
     expected = b"".join(b"VALUE %b 5 1\r\nx\r\nEND\r\n" % key for key in keys)
     assert b"".join(session.state.answers) == expected + b"END\r\n"
+    session.state.answers.clear()
+    for line, answer in (
+        (b"add %b 0 0 1\r\n1\r\n", b"NOT_STORED"), (b"replace %b 0 0 1\r\n8\r\n", b"STORED"),
+        (b"incr %b 2\r\n", b"10"), (b"decr %b 1\r\n", b"9"),
+        (b"append %b 0 0 1\r\n0\r\n", b"STORED"), (b"prepend %b 0 0 1\r\n1\r\n", b"STORED"),
+        (b"cas %b 0 0 1 5\r\nx\r\n", b"EXISTS"),
+        (b"touch %b 100\r\n", b"TOUCHED"), (b"delete %b noreply\r\n", None),
+        (b"delete %b\r\n", b"NOT_FOUND"), (b"incr %b 1\r\n", b"NOT_FOUND"),
+        (b"cas %b 0 0 1 0\r\nx\r\n", b"NOT_FOUND"), (b"add %b 0 0 1\r\nx\r\n", b"STORED"),
+    ):  # fmt: skip
+        session.receive(b"".join(line % key for key in keys), node.now_ns)
+        found = b"".join(session.state.answers)
+        assert found == (b"" if answer is None else answer + b"\r\n") * len(keys), line
+        session.state.answers.clear()
     assert handled == []
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", bytes(24), b"\x81\x05" + bytes(22), b"\x81\xff" + bytes(22)]
+)
+def test_answers_of_no_changes_are_refused(answer: bytes) -> None:
+    assert LOOPS is not None
+    with pytest.raises(ValueError, match="no answers of changes"):
+        LOOPS.outcomes([answer])
 
 
 @pytest.mark.parametrize("data", [b"x", bytes(24), b"\x81\x0c" + b"\xff" * 22, bytes(28)])

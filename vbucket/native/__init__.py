@@ -133,18 +133,19 @@ def frame_loops() -> FrameLoops | None:
 class TextLoops(NamedTuple):
     """What sessions of memcached's text protocol take from the loops."""
 
-    sets: Callable[[bytes | bytearray, int, int, int], tuple[bytes, list[int], list[int]]]
+    changes: Callable[[bytes | bytearray, int, int, int], tuple[bytes, list[int], list[int]]]
     gets: Callable[[bytes | bytearray, int, int], tuple[bytes, list[int], list[int]]]
     values: Callable[[bytes, bool, bool], bytes]
+    outcomes: Callable[[list[bytes]], bytes]
 
 
 def text_loops() -> TextLoops | None:
     """Return the loops of the text protocol, None if they are not built."""
     try:
-        from vbucket.native.loops import text_gets, text_sets, text_values
+        from vbucket.native.loops import text_changes, text_gets, text_outcomes, text_values
     except ModuleNotFoundError:
         return None
-    return TextLoops(text_sets, text_gets, text_values)
+    return TextLoops(text_changes, text_gets, text_values, text_outcomes)
 
 
 def new_staged() -> Staged | None:
@@ -249,13 +250,15 @@ def get_run(
     return None if loops is None else loops.get_run(partitions, trees, keep, damaged)
 
 
-def live_run(stream: type, part: type, layer: type, tally: type) -> LiveRun | None:
+def live_run(
+    stream: type, part: type, layer: type, tally: type, caught_up: object, replica: object
+) -> LiveRun | None:
     """Return what cuts snapshots of live streams, None if the loops are not built."""
     try:
         from vbucket.native.loops import LiveRun
     except ModuleNotFoundError:
         return None
-    return LiveRun(stream, part, layer, tally)
+    return LiveRun(stream, part, layer, tally, caught_up, replica)
 
 
 def key_tree(

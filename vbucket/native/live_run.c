@@ -5,7 +5,9 @@
    - a snapshot is sent as a whole, or nothing has changed;
    - it has what `SnapshotWriter` would send for it in one turn: marker, changes, end;
    - all its changes are mutations of the default collection in the active layer, each of another
-     key, which the client gets as they are stored, but for the collection's byte. */
+     key, which the client gets as they are stored, but for the collection's byte;
+   - a snapshot is cut once for all streams that get the same: a cut is known by its last entry,
+     which is kept with it. No entry above it was there before, so those below it are the same. */
 
 #include "live_run.h"
 
@@ -21,6 +23,8 @@
 #define SNAPSHOT_END 0xEE
 #define MEMORY 1              /* flag of a marker */
 #define CHANGES_MAX 256       /* of a snapshot */
+#define CUTS 1024             /* the newest of each partition */
+#define CUTS_BYTES_MAX (4 << 20)
 #define MUTATION_EXTRAS_BYTES 31
 #define MUTATION_BYTES_MIN (PREFIX_BYTES + HEADER_BYTES + MUTATION_EXTRAS_BYTES + 1)
 #define ENTRY_OPCODE_AT (PREFIX_BYTES + 1)
@@ -38,25 +42,44 @@
 
 enum { /* of a stream */
     VB_ID, OPAQUE, NEXT_SEQNO, END_SEQNO, SNAP_START_SEQNO, HELD_SEQNO, LIMIT_SEQNO,
-    SNAP_END_SEQNO, IS_BACKLOG, IS_LIMITED, TAKEOVER, RATE, FRAMING, STREAM_ATTRIBUTES
+    SNAP_END_SEQNO, IS_BACKLOG, IS_LIMITED, TAKEOVER, RATE, FRAMING, STREAM_STATE, STREAM_ATTRIBUTES
 };
 
 static const char *const stream_names[STREAM_ATTRIBUTES] = {
     "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
     "snap_end_seqno", "is_backlog", "is_limited", "takeover", "rate", "framing",
+    "state",
 };
 
-enum { COMMITTED_SEQNO, HISTORY_FLOOR, BRANCH_GROUP, PURGE_SEQNO, ACTIVE, TALLY, PART_ATTRIBUTES };
+enum { COMMITTED_SEQNO, HISTORY_FLOOR, BRANCH_GROUP, PURGE_SEQNO, ACTIVE, TALLY, HAS_COPIES,
+       PART_STATE, PART_ATTRIBUTES };
 
 static const char *const part_names[PART_ATTRIBUTES] = {
     "committed_seqno", "history_floor", "branch_group", "purge_seqno", "active", "tally",
+    "has_copies", "state",
 };
+
+/* A snapshot that was sent, for the next stream that gets the same. */
+typedef struct {
+    PyObject *message, *last_entry; /* NULL: none */
+    uint64_t first_seqno, start_seqno, form, opaque;
+} Cut;
+
+/* What is asked for in one turn of a connection. */
+typedef struct {
+    PyObject *partitions;
+    uint64_t committed_group, form;
+    Py_ssize_t bytes_max, turn_bytes;
+} Turn;
 
 typedef struct {
     PyObject_HEAD
     PyTypeObject *stream, *part, *layer, *tally; /* their classes */
     Attribute of_stream[STREAM_ATTRIBUTES], of_part[PART_ATTRIBUTES];
     Attribute entries, other_high_seqno;
+    PyObject *caught_up, *replica; /* of a stream, of a partition: states */
+    Cut cuts[CUTS];
+    size_t cuts_bytes;
 } LiveRun;
 
 /* A snapshot, as it is sent. */
@@ -64,7 +87,8 @@ typedef struct {
     uint64_t vb_id, opaque, first_seqno, start_seqno, end_seqno;
     uint64_t form;
     PyObject *entries; /* a reference of its own */
-    Py_ssize_t low;    /* the index of its first change */
+    PyObject *last_entry;
+    Py_ssize_t low; /* the index of its first change */
     size_t bytes;
 } Snapshot;
 
@@ -108,6 +132,17 @@ static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot
         if (!attribute_get_number(&self->of_stream[numbers[i].attribute], stream, numbers[i].to))
             return 0;
     return 1;
+}
+
+/* Whether the partition is no copy of another node's. */
+static int is_master(const LiveRun *self, PyObject *part)
+{
+    PyObject *has_copies = attribute_get(&self->of_part[HAS_COPIES], part);
+    PyObject *state = has_copies != NULL ? attribute_get(&self->of_part[PART_STATE], part) : NULL;
+    int is_copy = has_copies == Py_True && state == self->replica;
+    Py_XDECREF(has_copies);
+    Py_XDECREF(state);
+    return state == NULL ? 0 : is_copy ? -1 : 1;
 }
 
 /* Takes the end of the snapshot from the partition, if the stream may send now. */
@@ -178,13 +213,21 @@ static int find_changes(const LiveRun *self, PyObject *part, Snapshot *snapshot)
     if (snapshot->first_seqno < low || snapshot->end_seqno - low >= count)
         return -1;
     snapshot->low = (Py_ssize_t)(snapshot->first_seqno - low);
+    snapshot->last_entry = PyList_GET_ITEM(snapshot->entries,
+                                           (Py_ssize_t)(snapshot->end_seqno - low));
+    return 1;
+}
+
+/* Whether the client gets all changes as they are. Adds up the bytes of the snapshot. */
+static int are_sent_plain(Snapshot *snapshot)
+{
     snapshot->bytes = MARKER_BYTES;
     if (snapshot->form & HAS_SNAPSHOT_ENDS)
         snapshot->bytes += SNAPSHOT_END_BYTES;
-    for (uint64_t seqno = snapshot->first_seqno; seqno <= snapshot->end_seqno; seqno++)
-        if (!is_sent_plain(snapshot, PyList_GET_ITEM(snapshot->entries, (Py_ssize_t)(seqno - low)),
-                           seqno))
-            return -1;
+    Py_ssize_t at = snapshot->low;
+    for (uint64_t seqno = snapshot->first_seqno; seqno <= snapshot->end_seqno; seqno++, at++)
+        if (!is_sent_plain(snapshot, PyList_GET_ITEM(snapshot->entries, at), seqno))
+            return 0;
     return 1;
 }
 
@@ -246,43 +289,139 @@ static int move_on(const LiveRun *self, PyObject *stream, const Snapshot *snapsh
                    attribute_set(&self->of_stream[NEXT_SEQNO], stream, next) &&
                    attribute_set(&self->of_stream[SNAP_START_SEQNO], stream, next) &&
                    attribute_set(&self->of_stream[LIMIT_SEQNO], stream, end) &&
-                   attribute_set(&self->of_stream[HELD_SEQNO], stream, held);
+                   attribute_set(&self->of_stream[HELD_SEQNO], stream, held) &&
+                   attribute_set(&self->of_stream[STREAM_STATE], stream, self->caught_up);
     Py_XDECREF(next);
     Py_XDECREF(end);
     Py_XDECREF(held);
     return is_moved;
 }
 
-static PyObject *live_run_snapshot(LiveRun *self, PyObject *const *args, Py_ssize_t count)
+/* Returns a message with the opaque of another stream. */
+static PyObject *with_opaque(PyObject *message, uint64_t opaque)
 {
-    if (count != 5 || !Py_IS_TYPE(args[0], self->stream) || !Py_IS_TYPE(args[1], self->part)) {
-        PyErr_SetString(PyExc_TypeError, "a snapshot takes a stream, a partition and numbers");
+    Py_ssize_t bytes = PyBytes_GET_SIZE(message);
+    PyObject *copy = PyBytes_FromStringAndSize(PyBytes_AS_STRING(message), bytes);
+    if (copy == NULL)
         return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(copy), *end = at + bytes;
+    for (; at < end; at += HEADER_BYTES + be32(at + 8))
+        put_be(at + 12, opaque, 4);
+    return copy;
+}
+
+static void forget_cuts(LiveRun *self)
+{
+    for (size_t i = 0; i < CUTS; i++) {
+        Py_CLEAR(self->cuts[i].message);
+        Py_CLEAR(self->cuts[i].last_entry);
     }
-    PyObject *stream = args[0], *part = args[1], *message = NULL;
-    uint64_t committed_group = PyLong_AsUnsignedLongLong(args[2]), end = 0;
-    Py_ssize_t bytes_max = PyLong_AsSsize_t(args[3]);
-    Snapshot snapshot = {.form = PyLong_AsUnsignedLongLong(args[4])};
-    if (PyErr_Occurred())
-        return NULL;
+    self->cuts_bytes = 0;
+}
+
+/* Keeps a snapshot in the place of one before. */
+static void keep_cut(LiveRun *self, Cut *cut, const Snapshot *snapshot, PyObject *message)
+{
+    if (self->cuts_bytes + snapshot->bytes > CUTS_BYTES_MAX)
+        forget_cuts(self);
+    if (cut->message != NULL)
+        self->cuts_bytes -= (size_t)PyBytes_GET_SIZE(cut->message);
+    self->cuts_bytes += snapshot->bytes;
+    Py_XSETREF(cut->message, Py_NewRef(message));
+    Py_XSETREF(cut->last_entry, Py_NewRef(snapshot->last_entry));
+    cut->first_seqno = snapshot->first_seqno;
+    cut->start_seqno = snapshot->start_seqno;
+    cut->form = snapshot->form;
+    cut->opaque = snapshot->opaque;
+}
+
+/* Makes the message of a snapshot, or takes that of another stream. */
+static int cut_message(LiveRun *self, Snapshot *snapshot, Py_ssize_t bytes_max, PyObject **message)
+{
+    Cut *cut = &self->cuts[snapshot->vb_id % CUTS];
+    int is_known = cut->last_entry == snapshot->last_entry &&
+                   cut->first_seqno == snapshot->first_seqno &&
+                   cut->start_seqno == snapshot->start_seqno && cut->form == snapshot->form;
+    if (is_known)
+        snapshot->bytes = (size_t)PyBytes_GET_SIZE(cut->message);
+    else if (!are_sent_plain(snapshot))
+        return -1;
+    if (bytes_max <= 0 || snapshot->bytes >= (size_t)bytes_max)
+        return -1;
+    if (!is_known)
+        *message = written(snapshot);
+    else if (cut->opaque == snapshot->opaque)
+        *message = Py_NewRef(cut->message);
+    else
+        *message = with_opaque(cut->message, snapshot->opaque);
+    if (*message == NULL)
+        return 0;
+    if (!is_known)
+        keep_cut(self, cut, snapshot, *message);
+    return 1;
+}
+
+/* Sends one stream's snapshot; adds its message to `out`. */
+static int send(LiveRun *self, PyObject *stream, const Turn *turn, Snapshot *snapshot,
+                PyObject *out)
+{
+    uint64_t end = 0;
     int outcome = is_plain(self, stream);
     if (outcome == 1)
-        outcome = read_stream(self, stream, &snapshot, &end);
+        outcome = read_stream(self, stream, snapshot, &end);
+    if (outcome != 1)
+        return outcome;
+    if (snapshot->vb_id >= (uint64_t)PyList_GET_SIZE(turn->partitions))
+        return -1;
+    PyObject *part = PyList_GET_ITEM(turn->partitions, (Py_ssize_t)snapshot->vb_id);
+    if (!Py_IS_TYPE(part, self->part))
+        return -1;
+    outcome = is_master(self, part);
     if (outcome == 1)
-        outcome = read_part(self, part, &snapshot, end, committed_group);
+        outcome = read_part(self, part, snapshot, end, turn->committed_group);
     if (outcome == 1)
-        outcome = find_changes(self, part, &snapshot);
-    if (outcome == 1 && (bytes_max <= 0 || snapshot.bytes >= (size_t)bytes_max))
-        outcome = -1;
-    if (outcome == 1) {
-        message = written(&snapshot);
-        if (message == NULL || !move_on(self, stream, &snapshot)) {
-            Py_CLEAR(message);
-            outcome = 0;
-        }
+        outcome = find_changes(self, part, snapshot);
+    Py_ssize_t room = turn->bytes_max < turn->turn_bytes ? turn->bytes_max : turn->turn_bytes;
+    PyObject *message = NULL;
+    if (outcome == 1)
+        outcome = cut_message(self, snapshot, room, &message);
+    if (outcome == 1)
+        outcome = PyList_Append(out, message) == 0 && move_on(self, stream, snapshot);
+    Py_XDECREF(message);
+    Py_XDECREF(snapshot->entries);
+    return outcome;
+}
+
+static PyObject *live_run_send(LiveRun *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 7 || !PyList_CheckExact(args[1]) || !PyList_CheckExact(args[6])) {
+        PyErr_SetString(PyExc_TypeError, "send() takes streams, partitions, numbers and a list");
+        return NULL;
     }
-    Py_XDECREF(snapshot.entries);
-    return outcome == -1 ? Py_NewRef(Py_None) : message;
+    PyObject *ready = args[0], *out = args[6];
+    Turn turn = {args[1], PyLong_AsUnsignedLongLong(args[2]), PyLong_AsUnsignedLongLong(args[5]),
+                 PyLong_AsSsize_t(args[3]), PyLong_AsSsize_t(args[4])};
+    Py_ssize_t left = PySequence_Size(ready), sent = 0;
+    unsigned long long seqnos = 0;
+    if (left < 0 || PyErr_Occurred())
+        return NULL;
+    for (; left > 0 && turn.bytes_max > 0; left--) {
+        PyObject *stream = PySequence_GetItem(ready, 0);
+        if (stream == NULL)
+            return NULL;
+        Snapshot snapshot = {.form = turn.form};
+        int outcome = Py_IS_TYPE(stream, self->stream) ? send(self, stream, &turn, &snapshot, out)
+                                                       : -1;
+        Py_DECREF(stream);
+        if (outcome == -1)
+            break;
+        if (outcome == 0 || PySequence_DelItem(ready, 0))
+            return NULL;
+        turn.bytes_max -= (Py_ssize_t)snapshot.bytes;
+        sent += (Py_ssize_t)snapshot.bytes;
+        seqnos += snapshot.end_seqno - snapshot.first_seqno + 1;
+    }
+    return Py_BuildValue("nK", sent, seqnos);
 }
 
 static int resolve(PyTypeObject **type, PyObject *class, Attribute *attributes,
@@ -301,14 +440,16 @@ static int resolve(PyTypeObject **type, PyObject *class, Attribute *attributes,
 static PyObject *live_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static const char *const entries[] = {"entries"}, *const other_high[] = {"other_high_seqno"};
-    PyObject *stream, *part, *layer, *tally;
+    PyObject *stream, *part, *layer, *tally, *caught_up, *replica;
     if (!has_no_keywords(type, kwargs) ||
-        !PyArg_ParseTuple(args, "OOOO", &stream, &part, &layer, &tally))
+        !PyArg_ParseTuple(args, "OOOOOO", &stream, &part, &layer, &tally, &caught_up, &replica))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     LiveRun *self = (LiveRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
         return NULL;
+    self->caught_up = Py_NewRef(caught_up);
+    self->replica = Py_NewRef(replica);
     if (!resolve(&self->stream, stream, self->of_stream, stream_names, STREAM_ATTRIBUTES) ||
         !resolve(&self->part, part, self->of_part, part_names, PART_ATTRIBUTES) ||
         !resolve(&self->layer, layer, &self->entries, entries, 1) ||
@@ -324,12 +465,15 @@ static void live_run_dealloc(LiveRun *self)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         Py_XDECREF(all[i]);
+    Py_XDECREF(self->caught_up);
+    Py_XDECREF(self->replica);
+    forget_cuts(self);
     release(self);
     Py_DECREF(type);
 }
 
 static PyMethodDef methods[] = {
-    {"snapshot", (PyCFunction)(void (*)(void))live_run_snapshot, METH_FASTCALL, NULL},
+    {"send", (PyCFunction)(void (*)(void))live_run_send, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

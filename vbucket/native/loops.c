@@ -63,9 +63,10 @@ static PyMethodDef functions[] = {
     {"mutation_values", loops_mutation_values, METH_VARARGS, NULL},
     {"mutation_numbers", loops_mutation_numbers, METH_VARARGS, NULL},
     {"split_frames", loops_split_frames, METH_VARARGS, NULL},
-    {"text_sets", loops_text_sets, METH_VARARGS, NULL},
+    {"text_changes", loops_text_changes, METH_VARARGS, NULL},
     {"text_gets", loops_text_gets, METH_VARARGS, NULL},
     {"text_values", loops_text_values, METH_VARARGS, NULL},
+    {"text_outcomes", loops_text_outcomes, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

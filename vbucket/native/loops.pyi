@@ -1,6 +1,7 @@
 """The interface of the C sources here."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -135,23 +136,26 @@ def mutation_numbers(data: bytes, at: int, count: int, offset: int, width: int, 
 Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
 """Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
 
-def text_sets(
+def text_changes(
     text: bytes | bytearray, position: int, value_bytes_max: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the plain `set`s of memcached's text protocol that are at a position, `count_max` and
-    256 at most, as SETs and, with `noreply`, SETQs of the binary one; and where each of them ends
-    in the text, and in the packet.
+    """Return the plain changes of memcached's text protocol that are at a position, `count_max` and
+    256 at most, as requests of the binary one, quiet ones for `noreply`; and where each of them
+    ends in the text, and in the packet.
     """
 
 def text_gets(
     text: bytes | bytearray, position: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the lines of `get` with one key as GETKs, as `text_sets` does."""
+    """Return the lines of `get` with one key as GETKs, as `text_changes` does."""
 
 def text_values(answers: bytes, shows_cas: bool, are_lines: bool, /) -> bytes:
     """Return the answers of GETKs as VALUE lines and blocks, with the CAS for `gets`. `are_lines`:
     each answer ends with END, and may be a miss. Raises ValueError for other answers.
     """
+
+def text_outcomes(answers: list[bytes], /) -> bytes:
+    """Return the answers of changes, of quiet ones nothing. Raises ValueError for others."""
 
 class Superseded:
     """The seqnos of superseded versions that were not met yet."""
@@ -306,17 +310,26 @@ class KeyTree:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
 class LiveRun:
-    """Cuts snapshots of live streams."""
+    """Cuts snapshots of live streams: once for all streams that get the same."""
 
-    def __init__(self, stream: type, part: type, layer: type, tally: type, /) -> None:
-        """Takes the classes of streams, partitions, their layers and tallies; all have slots."""
+    def __init__(
+        self, stream: type, part: type, layer: type, tally: type, caught_up: object,
+        replica: object, /,
+    ) -> None:  # fmt: skip
+        """Takes the classes of streams, partitions, their layers and tallies, which have slots; and
+        the states of a stream that has caught up, and of a partition that is a copy.
+        """
 
-    def snapshot(
-        self, stream: Any, part: Any, committed_group: int, bytes_max: int, form: int, /
-    ) -> bytes | None:
-        """Move a stream to the end of what is committed; return marker, changes and, if `form` has
-        the flag 0x100, SNAPSHOT_END. None: it is for Python, and nothing has changed. The message
-        is shorter than `bytes_max`. The other flags of `form` are those of `SnapshotWriter.plain`.
+    def send(
+        self, ready: deque[Any], partitions: list[Any], committed_group: int, bytes_max: int,
+        turn_bytes: int, form: int, out: list[Any], /,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Move streams from the front of `ready` to the end of what is committed, and append to
+        `out` for each its marker, changes and, if `form` has the flag 0x100, SNAPSHOT_END. Return
+        the bytes and the seqnos. It ends before a stream that is for Python, which has not changed.
+
+        Messages are shorter than `turn_bytes` each, and than `bytes_max` together. The other flags
+        of `form` are those of `SnapshotWriter.plain`.
         """
 
 class LogThread:

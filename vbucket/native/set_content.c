@@ -1,6 +1,6 @@
 /* What becomes of a document: whether a request is carried out, and what it stores. See
    set_parts.h. Who calls it: set_run.c. Rules: vbucket/engine/engine.py, and read_modify_write.py
-   for counters and TOUCH. */
+   for what makes a value of the present one. */
 
 #include "set_parts.h"
 
@@ -13,6 +13,7 @@
 #define COUNTER_EXPIRY_AT (HEADER_BYTES + 16)
 #define DECREMENT 0x06
 #define QUIET_FORM 0x10 /* the bit of an opcode */
+#define GATQ 0x1e
 
 static const uint8_t no_flags[4];
 
@@ -35,6 +36,8 @@ int judge(Planned *planned, uint32_t now_s)
     if (is_live(planned)) {
         if (request->kind == ADD || (request->cas && request->cas != old->cas))
             planned->status = KEY_EEXISTS;
+    } else if (request->kind == APPEND || request->kind == PREPEND || request->at[1] == GATQ) {
+        return -1; /* refused in a way of their own */
     } else if (request->cas || (request->kind != STORE && request->kind != ADD &&
                                 !(request->kind == COUNT &&
                                   be32(request->at + COUNTER_EXPIRY_AT) != NO_INITIAL))) {
@@ -83,6 +86,21 @@ static int count(const Request *request, Content *content)
     return 1;
 }
 
+/* Puts the request's value behind the present one, or before it. */
+static void extend(const Request *request, Content *content)
+{
+    content->more = request->at + request_bytes(request) - request->value_bytes;
+    content->more_bytes = request->value_bytes;
+    if (request->kind == APPEND)
+        return;
+    const uint8_t *present = content->value;
+    size_t present_bytes = content->value_bytes;
+    content->value = content->more;
+    content->value_bytes = content->more_bytes;
+    content->more = present;
+    content->more_bytes = present_bytes;
+}
+
 /* Makes a value of the present one, which must be in a layer. */
 static int content_of_old(SetRun *self, const Planned *planned, Content *content)
 {
@@ -101,6 +119,10 @@ static int content_of_old(SetRun *self, const Planned *planned, Content *content
     content->expiry = planned->old.expiry;
     if (request->kind == COUNT)
         return count(request, content);
+    if (request->kind == APPEND || request->kind == PREPEND) {
+        extend(request, content);
+        return 1;
+    }
     content->expiry = request->expiry;
     return request->expiry == planned->old.expiry ? -1 : 1; /* that is no change */
 }

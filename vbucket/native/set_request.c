@@ -9,6 +9,7 @@
 
 #define TOKEN_BYTES 16
 #define NUMBER_BYTES 8
+#define FLAGS_BYTES 4
 #define RELATIVE_EXPIRY_MAX_S (30 * 24 * 3600) /* dcp/session/kv/documents.py */
 #define MUTATION_EXTRAS_BYTES 31
 #define DELETION_EXTRAS_BYTES 18
@@ -25,11 +26,21 @@ static const struct {
     [0x04] = {1, REMOVE, 0, 0}, [0x14] = {1, REMOVE, 0, 1},   /* DELETE, DELETEQ */
     [0x05] = {1, COUNT, 20, 0}, [0x15] = {1, COUNT, 20, 1},   /* INCREMENT, INCREMENTQ */
     [0x06] = {1, COUNT, 20, 0}, [0x16] = {1, COUNT, 20, 1},   /* DECREMENT, DECREMENTQ */
+    [0x0e] = {1, APPEND, 0, 0}, [0x19] = {1, APPEND, 0, 1},   /* APPEND, APPENDQ */
+    [0x0f] = {1, PREPEND, 0, 0}, [0x1a] = {1, PREPEND, 0, 1}, /* PREPEND, PREPENDQ */
     [0x1c] = {1, TOUCH, 4, 0},                                /* TOUCH */
+    /* GAT, and GATQ, which is quiet about misses only */
+    [0x1d] = {1, GET_AND_TOUCH, 4, 0}, [0x1e] = {1, GET_AND_TOUCH, 4, 0},
 };
 
-/* Where a request has its expiry, behind the header. */
-static const uint8_t expiry_at[] = {[STORE] = 4, [ADD] = 4, [REPLACE] = 4, [COUNT] = 16};
+/* Where the requests that have one have their expiry, behind the header. */
+static const uint8_t expiry_at[] = {[STORE] = 4, [ADD] = 4, [REPLACE] = 4, [COUNT] = 16,
+                                    [TOUCH] = 0, [GET_AND_TOUCH] = 0};
+
+static int has_value(uint8_t kind)
+{
+    return kind <= REPLACE || kind == APPEND || kind == PREPEND;
+}
 
 /* Takes opcode, extras and datatype of a header. Returns 0 if they are not those of a plain
    change. */
@@ -39,8 +50,9 @@ static int meaning_read(Request *request, const Reader *reader, const uint8_t *a
         !meanings[at[1]].is_known || at[4] != meanings[at[1]].extras_bytes)
         return 0;
     *request = (Request){.at = at, .form = reader->form, .kind = meanings[at[1]].kind,
-                         .is_quiet = meanings[at[1]].is_quiet, .extras_bytes = at[4]};
-    if ((request->is_quiet || request->kind == TOUCH) && !(reader->form & UNMARKED))
+                         .is_quiet = meanings[at[1]].is_quiet, .extras_bytes = at[4],
+                         .json = reader->json};
+    if ((request->is_quiet || request->kind >= TOUCH) && !(reader->form & UNMARKED))
         return 0;
     return !(at[5] & ~(request->kind <= REPLACE ? reader->json : 0));
 }
@@ -60,16 +72,15 @@ int request_read(Request *request, const Reader *reader, const uint8_t *at, size
         (!(form & UNPREFIXED) && *key))
         return 0;
     request->value_bytes = body_bytes - before_value;
-    if (request->kind <= REPLACE ? request->value_bytes > reader->value_bytes_max
-                                 : request->value_bytes > 0)
+    if (request->value_bytes > (has_value(request->kind) ? reader->value_bytes_max : 0))
         return 0;
     request->vb_id = form & HASHED ? vbucket_of(key, wire_bytes, reader->partitions)
                                    : be16(at + 6);
-    if (request->kind != REMOVE)
-        request->expiry = be32(extras + (request->kind == TOUCH ? 0 : expiry_at[request->kind]));
+    if (request->extras_bytes)
+        request->expiry = be32(extras + expiry_at[request->kind]);
     if (request->expiry && request->expiry <= RELATIVE_EXPIRY_MAX_S)
         request->expiry += reader->now_s;
-    request->cas = request->kind == TOUCH ? 0 : be64(at + 16);
+    request->cas = request->kind >= TOUCH ? 0 : be64(at + 16);
     return 1;
 }
 
@@ -77,7 +88,7 @@ PyObject *entry_made(const Request *request, const Old *old, const Stamp *stamp,
                      const Content *content)
 {
     int is_removal = request->kind == REMOVE;
-    size_t value_bytes = is_removal ? 0 : content->value_bytes;
+    size_t value_bytes = is_removal ? 0 : content->value_bytes + content->more_bytes;
     size_t head_bytes = is_removal ? DELETION_HEAD_BYTES : ENTRY_HEAD_BYTES;
     uint8_t extras_bytes = is_removal ? DELETION_EXTRAS_BYTES : MUTATION_EXTRAS_BYTES;
     size_t body_bytes = request->key_bytes + value_bytes;
@@ -101,16 +112,46 @@ PyObject *entry_made(const Request *request, const Old *old, const Stamp *stamp,
     memset(at + NUMBERS_END, 0, head_bytes - NUMBERS_END);
     request_key_write(request, at + head_bytes);
     if (!is_removal) {
-        at[DATATYPE_AT] = json_is_sound(content->value, value_bytes) ? DATATYPE_JSON : 0;
+        uint8_t *value = at + head_bytes + request->key_bytes;
         memcpy(at + NUMBERS_END, content->flags, 4);
         put_be(at + EXPIRY_AT, content->expiry, 4);
-        memcpy(at + head_bytes + request->key_bytes, content->value, value_bytes);
+        memcpy(value, content->value, content->value_bytes);
+        if (content->more_bytes)
+            memcpy(value + content->value_bytes, content->more, content->more_bytes);
+        at[DATATYPE_AT] = json_is_sound(value, value_bytes) ? DATATYPE_JSON : 0;
     }
     return entry;
 }
 
-PyObject *answer_made(const Request *request, const Stamp *stamp, uint64_t number)
+/* Answers with the document, which may be long. */
+static PyObject *document_made(const Request *request, const Stamp *stamp, const Content *content,
+                               PyObject *entry)
 {
+    PyObject *answer = PyBytes_FromStringAndSize(
+        NULL, HEADER_BYTES + FLAGS_BYTES + (Py_ssize_t)content->value_bytes);
+    if (answer == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answer);
+    memset(at, 0, HEADER_BYTES);
+    at[0] = 0x81;
+    at[1] = request->at[1];
+    at[4] = FLAGS_BYTES;
+    at[5] = (uint8_t)PyBytes_AS_STRING(entry)[DATATYPE_AT] & request->json;
+    put_be(at + 8, FLAGS_BYTES + content->value_bytes, 4);
+    memcpy(at + 12, request->at + 12, 4); /* opaque */
+    put_be(at + 16, stamp->cas, 8);
+    memcpy(at + HEADER_BYTES, content->flags, FLAGS_BYTES);
+    memcpy(at + HEADER_BYTES + FLAGS_BYTES, content->value, content->value_bytes);
+    return answer;
+}
+
+PyObject *answer_made(const Request *request, const Stamp *stamp, const Content *content,
+                      PyObject *entry)
+{
+    if (entry == NULL)
+        return NULL;
+    if (request->kind == GET_AND_TOUCH)
+        return document_made(request, stamp, content, entry);
     uint8_t token_bytes = request->form & TOKENS && request->kind != TOUCH ? TOKEN_BYTES : 0;
     uint8_t body_bytes = token_bytes + (request->kind == COUNT ? NUMBER_BYTES : 0);
     int shows_cas = request->kind != REMOVE || !(request->form & HASHED);
@@ -130,7 +171,7 @@ PyObject *answer_made(const Request *request, const Stamp *stamp, uint64_t numbe
         put_be(at + 32, stamp->seqno, 8);
     }
     if (request->kind == COUNT)
-        put_be(at + HEADER_BYTES + token_bytes, number, NUMBER_BYTES);
+        put_be(at + HEADER_BYTES + token_bytes, content->number, NUMBER_BYTES);
     return answer;
 }
 

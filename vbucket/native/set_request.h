@@ -19,14 +19,14 @@
 #define NUMBER_DIGITS 20 /* of the largest counter */
 
 /* What a request wants. Those from COUNT on make a new value of the present one. */
-enum { STORE, ADD, REPLACE, REMOVE, COUNT, TOUCH };
+enum { STORE, ADD, REPLACE, REMOVE, COUNT, APPEND, PREPEND, TOUCH, GET_AND_TOUCH };
 
 typedef struct {
     const uint8_t *at;
     uint32_t vb_id, key_bytes, value_bytes; /* the key is that which is stored, with its prefix */
     uint32_t expiry;                        /* Unix seconds; 0: never */
     uint64_t cas;                           /* 0: any */
-    uint8_t form, kind, is_quiet, extras_bytes;
+    uint8_t form, json, kind, is_quiet, extras_bytes;
 } Request;
 
 /* What all requests of a client share. `json`: the datatypes that it negotiated. */
@@ -45,8 +45,8 @@ typedef struct {
 
 /* What a mutation stores. */
 typedef struct {
-    const uint8_t *flags, *value; /* flags: 4 bytes */
-    size_t value_bytes;
+    const uint8_t *flags, *value, *more; /* flags: 4 bytes; `more` comes behind the value */
+    size_t value_bytes, more_bytes;
     uint32_t expiry;
     uint64_t number;              /* of a counter */
     uint8_t digits[NUMBER_DIGITS];
@@ -85,7 +85,8 @@ static inline void request_key_write(const Request *request, uint8_t *to)
    the answer of a refusal, but for opcode and opaque. */
 PyObject *entry_made(const Request *request, const Old *old, const Stamp *stamp,
                      const Content *content);
-PyObject *answer_made(const Request *request, const Stamp *stamp, uint64_t number);
+PyObject *answer_made(const Request *request, const Stamp *stamp, const Content *content,
+                      PyObject *entry);
 PyObject *refusal_made(const Request *request, PyObject *model);
 
 #endif

@@ -68,11 +68,15 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
     int outcome = content_of(self, planned, &content);
     if (outcome != 1)
         return outcome;
+    if (content.more_bytes + content.value_bytes > run->reader.value_bytes_max &&
+        content.more != NULL)
+        return -1; /* too large */
     made->is_touched = last_group == run->group_number;
     made->expires = content.expiry && request->kind != REMOVE;
     made->append = attribute_get(&self->of[APPEND_ENTRY], part);
     made->entry = entry_made(request, &planned->old, &stamp, &content);
-    made->answer = is_quiet ? NULL : answer_made(request, &stamp, content.number);
+    made->answer = is_quiet ? NULL : answer_made(request, &stamp, &content,
+                                                   made->entry);
     made->seqno = PyLong_FromUnsignedLongLong(seqno);
     made->cas = PyLong_FromUnsignedLongLong(cas);
     made->item_count = documents ? attribute_sum(&self->of[ITEM_COUNT], part, documents) : NULL;
@@ -139,7 +143,7 @@ static int observe(const SetRun *self, const Run *run, const Planned *planned)
 static int refuse(SetRun *self, const Run *run, const Planned *planned)
 {
     const Request *request = &planned->request;
-    if (request->kind == TOUCH && planned->old.seqno && layer_entry(self, planned) == NULL)
+    if (request->kind >= TOUCH && planned->old.seqno && layer_entry(self, planned) == NULL)
         return PyErr_Occurred() ? 0 : -1; /* that counts as a miss of the item cache */
     PyObject *answer = refusal_made(
         request, planned->status == KEY_ENOENT ? run->missing : run->exists);

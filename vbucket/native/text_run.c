@@ -15,34 +15,52 @@
 
 #define RUN_MAX 256
 #define HEADER_BYTES 24
-#define REQUEST_HEAD_BYTES 32
-#define SET 0x01
-#define SETQ 0x11
 #define GETK 0x0c
 #define KEY_BYTES_MAX 250
-#define DIGITS_MAX 10
+#define DIGITS_MAX 20
+#define NO_INITIAL UINT32_MAX /* the expiry of a counter command that creates none */
+#define QUIET_FORM 0x10       /* the bit of an opcode */
+#define KEY_ENOENT 0x0001
 #define NUMBER_TEXT_BYTES 24 /* more than a space and 20 digits */
 
-/* A `set`, or a `get` with the key alone, and where it ends. */
+enum {
+    SET = 0x01, ADD, REPLACE, DELETE, INCREMENT, DECREMENT, APPEND = 0x0e, PREPEND, TOUCH = 0x1c
+};
+
+/* What follows the key of a command. */
+enum { NOTHING, BLOCK, BLOCK_AND_CAS, DELTA, EXPIRY };
+
+static const struct {
+    const char *name;
+    uint8_t opcode, form, extras_bytes;
+} commands[] = {
+    {"set ", SET, BLOCK, 8}, {"add ", ADD, BLOCK, 8}, {"replace ", REPLACE, BLOCK, 8},
+    {"cas ", SET, BLOCK_AND_CAS, 8}, {"append ", APPEND, BLOCK, 0}, {"prepend ", PREPEND, BLOCK, 0},
+    {"delete ", DELETE, NOTHING, 0}, {"incr ", INCREMENT, DELTA, 20},
+    {"decr ", DECREMENT, DELTA, 20}, {"touch ", TOUCH, EXPIRY, 4},
+};
+
+/* A change, or a `get` with the key alone, and where it ends. */
 typedef struct {
     const uint8_t *key, *value, *end;
     size_t key_bytes;
-    uint64_t flags, expiry, value_bytes;
-    int is_quiet;
-} TextSet;
+    uint64_t flags, expiry, value_bytes, cas, delta;
+    uint8_t opcode, extras_bytes;
+} TextCommand;
 
 /* Reads a number up to `after`, one byte. Returns what is behind that byte; NULL: it is none. */
 static const uint8_t *number_read(const uint8_t *at, const uint8_t *end, uint8_t after,
-                                  uint64_t *number)
+                                  uint64_t number_max, uint64_t *number)
 {
     const uint8_t *begin = at;
     *number = 0;
     for (; at < end && *at >= '0' && *at <= '9'; at++) {
-        if (at - begin == DIGITS_MAX)
+        uint64_t digit = (uint64_t)(*at - '0');
+        if (at - begin == DIGITS_MAX || *number > (number_max - digit) / 10)
             return NULL;
-        *number = *number * 10 + (uint64_t)(*at - '0');
+        *number = *number * 10 + digit;
     }
-    return at == begin || at == end || *at != after || *number > UINT32_MAX ? NULL : at + 1;
+    return at == begin || at == end || *at != after ? NULL : at + 1;
 }
 
 static int text_is(const uint8_t *at, const uint8_t *end, const char *text)
@@ -51,50 +69,111 @@ static int text_is(const uint8_t *at, const uint8_t *end, const char *text)
     return (size_t)(end - at) >= bytes && !memcmp(at, text, bytes);
 }
 
-/* Reads a `set` whose block is there. Returns 0 if it is none. */
-static int set_read(TextSet *set, const uint8_t *at, const uint8_t *end, uint64_t value_bytes_max)
+/* Reads the key up to `after`. Returns what is behind that byte; NULL: it is none. */
+static const uint8_t *key_read(TextCommand *command, const uint8_t *at, const uint8_t *end,
+                               uint8_t after)
 {
-    if (!text_is(at, end, "set "))
-        return 0;
-    set->key = at += 4;
-    while (at < end && *at > ' ' && at - set->key <= KEY_BYTES_MAX)
+    command->key = at;
+    while (at < end && *at > ' ' && at - command->key <= KEY_BYTES_MAX)
         at++;
-    set->key_bytes = (size_t)(at - set->key);
-    if (at == end || *at != ' ' || !set->key_bytes || set->key_bytes > KEY_BYTES_MAX)
-        return 0;
-    at = number_read(at + 1, end, ' ', &set->flags);
-    if (at == NULL || (at = number_read(at, end, ' ', &set->expiry)) == NULL)
-        return 0;
-    const uint8_t *bytes_at = at;
-    at = number_read(bytes_at, end, '\r', &set->value_bytes);
-    set->is_quiet = at == NULL;
-    if (set->is_quiet) {
-        at = number_read(bytes_at, end, ' ', &set->value_bytes);
-        if (at == NULL || !text_is(at, end, "noreply\r"))
-            return 0;
-        at += strlen("noreply\r");
-    }
-    if (at == end || *at++ != '\n' || set->value_bytes > value_bytes_max ||
-        (uint64_t)(end - at) < set->value_bytes + 2 || !text_is(at + set->value_bytes, end, "\r\n"))
-        return 0;
-    set->value = at;
-    set->end = at + set->value_bytes + 2;
-    return 1;
+    command->key_bytes = (size_t)(at - command->key);
+    return at == end || *at != after || !command->key_bytes || command->key_bytes > KEY_BYTES_MAX
+               ? NULL
+               : at + 1;
 }
 
-static uint8_t *set_write(uint8_t *at, const TextSet *set)
+/* Reads `noreply`; `at` NULL: what comes before it is wrong. Returns where the line feed is. */
+static const uint8_t *noreply_read(TextCommand *command, const uint8_t *at, const uint8_t *end)
 {
-    memset(at, 0, REQUEST_HEAD_BYTES);
+    if (at == NULL || command->opcode == TOUCH || !text_is(at, end, "noreply\r"))
+        return NULL;
+    command->opcode |= QUIET_FORM;
+    return at + strlen("noreply\r");
+}
+
+/* Reads the last number of a line, which `noreply` may follow. Returns where the line feed is. */
+static const uint8_t *last_read(TextCommand *command, const uint8_t *at, const uint8_t *end,
+                                uint64_t number_max, uint64_t *number)
+{
+    const uint8_t *after = number_read(at, end, '\r', number_max, number);
+    return after != NULL
+               ? after
+               : noreply_read(command, number_read(at, end, ' ', number_max, number), end);
+}
+
+/* Reads what is behind the key of a store. Returns where the line feed is. */
+static const uint8_t *store_read(TextCommand *store, const uint8_t *at, const uint8_t *end,
+                                 int has_cas)
+{
+    at = number_read(at, end, ' ', UINT32_MAX, &store->flags);
+    if (at == NULL || (at = number_read(at, end, ' ', UINT32_MAX, &store->expiry)) == NULL)
+        return NULL;
+    if (!has_cas)
+        return last_read(store, at, end, UINT32_MAX, &store->value_bytes);
+    at = number_read(at, end, ' ', UINT32_MAX, &store->value_bytes);
+    if (at == NULL || (at = last_read(store, at, end, UINT64_MAX, &store->cas)) == NULL)
+        return NULL;
+    store->cas += !store->cas; /* no document has 1; 0 would match all */
+    return at;
+}
+
+/* Reads a change whose block is there. Returns 0 if it is none. */
+static int change_read(TextCommand *change, const uint8_t *at, const uint8_t *end,
+                       uint64_t value_bytes_max)
+{
+    size_t which = 0, known = sizeof commands / sizeof commands[0];
+    while (which < known && !text_is(at, end, commands[which].name))
+        which++;
+    if (which == known)
+        return 0;
+    int form = commands[which].form;
+    *change = (TextCommand){.opcode = commands[which].opcode,
+                            .extras_bytes = commands[which].extras_bytes};
+    const uint8_t *key = at + strlen(commands[which].name);
+    at = key_read(change, key, end, ' ');
+    if (form == NOTHING)
+        at = at != NULL                           ? noreply_read(change, at, end)
+             : text_is(key, end, "noreply\r\n") ? NULL /* that is no key */
+                                                  : key_read(change, key, end, '\r');
+    else if (at != NULL && form == DELTA)
+        at = last_read(change, at, end, UINT64_MAX, &change->delta);
+    else if (at != NULL && form == EXPIRY)
+        at = last_read(change, at, end, UINT32_MAX, &change->expiry);
+    else if (at != NULL)
+        at = store_read(change, at, end, form == BLOCK_AND_CAS);
+    if (at == NULL || at == end || *at++ != '\n')
+        return 0;
+    change->end = change->value = at;
+    if (form != BLOCK && form != BLOCK_AND_CAS)
+        return 1;
+    change->end = at + change->value_bytes + 2;
+    return change->value_bytes <= value_bytes_max &&
+           (uint64_t)(end - at) >= change->value_bytes + 2 &&
+           text_is(at + change->value_bytes, end, "\r\n");
+}
+
+static uint8_t *change_write(uint8_t *at, const TextCommand *change)
+{
+    uint8_t *extras = at + HEADER_BYTES, *key = extras + change->extras_bytes;
+    memset(at, 0, HEADER_BYTES + (size_t)change->extras_bytes);
     at[0] = 0x80;
-    at[1] = set->is_quiet ? SETQ : SET;
-    put_be(at + 2, set->key_bytes, 2);
-    at[4] = 8;
-    put_be(at + 8, 8 + set->key_bytes + set->value_bytes, 4);
-    put_be(at + HEADER_BYTES, set->flags, 4);
-    put_be(at + HEADER_BYTES + 4, set->expiry, 4);
-    memcpy(at + REQUEST_HEAD_BYTES, set->key, set->key_bytes);
-    memcpy(at + REQUEST_HEAD_BYTES + set->key_bytes, set->value, (size_t)set->value_bytes);
-    return at + REQUEST_HEAD_BYTES + set->key_bytes + set->value_bytes;
+    at[1] = change->opcode;
+    put_be(at + 2, change->key_bytes, 2);
+    at[4] = change->extras_bytes;
+    put_be(at + 8, change->extras_bytes + change->key_bytes + change->value_bytes, 4);
+    put_be(at + 16, change->cas, 8);
+    if (change->extras_bytes == 8) {
+        put_be(extras, change->flags, 4);
+        put_be(extras + 4, change->expiry, 4);
+    } else if (change->extras_bytes == 20) {
+        put_be(extras, change->delta, 8);
+        put_be(extras + 16, NO_INITIAL, 4);
+    } else if (change->extras_bytes == 4) {
+        put_be(extras, change->expiry, 4);
+    }
+    memcpy(key, change->key, change->key_bytes);
+    memcpy(key + change->key_bytes, change->value, (size_t)change->value_bytes);
+    return key + change->key_bytes + change->value_bytes;
 }
 
 static int list_add(PyObject *list, Py_ssize_t number)
@@ -106,19 +185,16 @@ static int list_add(PyObject *list, Py_ssize_t number)
 }
 
 /* Reads `get` and one key. Returns 0 if it is none. */
-static int get_read(TextSet *get, const uint8_t *at, const uint8_t *end)
+static int get_read(TextCommand *get, const uint8_t *at, const uint8_t *end)
 {
-    if (!text_is(at, end, "get "))
+    if (!text_is(at, end, "get ") || (at = key_read(get, at + 4, end, '\r')) == NULL ||
+        at == end || *at != '\n')
         return 0;
-    get->key = at += 4;
-    while (at < end && *at > ' ' && at - get->key <= KEY_BYTES_MAX)
-        at++;
-    get->key_bytes = (size_t)(at - get->key);
-    get->end = at + 2;
-    return get->key_bytes && get->key_bytes <= KEY_BYTES_MAX && text_is(at, end, "\r\n");
+    get->end = at + 1;
+    return 1;
 }
 
-static uint8_t *get_write(uint8_t *at, const TextSet *get)
+static uint8_t *get_write(uint8_t *at, const TextCommand *get)
 {
     memset(at, 0, HEADER_BYTES);
     at[0] = 0x80;
@@ -130,8 +206,9 @@ static uint8_t *get_write(uint8_t *at, const TextSet *get)
 }
 
 /* Returns the requests in `bytes`, and where each one ends in the text and there. */
-static PyObject *packet_of(const TextSet *found, size_t count, size_t bytes, const uint8_t *text,
-                           uint8_t *(*write)(uint8_t *, const TextSet *))
+static PyObject *packet_of(const TextCommand *found, size_t count, size_t bytes,
+                           const uint8_t *text,
+                           uint8_t *(*write)(uint8_t *, const TextCommand *))
 {
     PyObject *packet = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes), *result = NULL;
     PyObject *text_ends = PyList_New(0), *packet_ends = PyList_New(0);
@@ -158,7 +235,7 @@ static const uint8_t *text_at(const Py_buffer *text, Py_ssize_t position)
     return begin + (position < 0 || position > text->len ? text->len : position);
 }
 
-PyObject *loops_text_sets(PyObject *Py_UNUSED(module), PyObject *args)
+PyObject *loops_text_changes(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer text;
     Py_ssize_t position;
@@ -166,15 +243,16 @@ PyObject *loops_text_sets(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned int count_max;
     if (!PyArg_ParseTuple(args, "y*nKI", &text, &position, &value_bytes_max, &count_max))
         return NULL;
-    TextSet sets[RUN_MAX];
+    TextCommand changes[RUN_MAX];
     size_t count = 0, bytes = 0;
     const uint8_t *at = text_at(&text, position), *end = text_at(&text, text.len);
     for (; count < RUN_MAX && count < count_max &&
-           set_read(&sets[count], at, end, value_bytes_max); count++) {
-        at = sets[count].end;
-        bytes += REQUEST_HEAD_BYTES + sets[count].key_bytes + sets[count].value_bytes;
+           change_read(&changes[count], at, end, value_bytes_max); count++) {
+        const TextCommand *change = &changes[count];
+        at = change->end;
+        bytes += HEADER_BYTES + change->extras_bytes + change->key_bytes + change->value_bytes;
     }
-    PyObject *packet = packet_of(sets, count, bytes, text.buf, set_write);
+    PyObject *packet = packet_of(changes, count, bytes, text.buf, change_write);
     PyBuffer_Release(&text);
     return packet;
 }
@@ -186,7 +264,7 @@ PyObject *loops_text_gets(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned int count_max;
     if (!PyArg_ParseTuple(args, "y*nI", &text, &position, &count_max))
         return NULL;
-    TextSet gets[RUN_MAX];
+    TextCommand gets[RUN_MAX];
     size_t count = 0, bytes = 0;
     const uint8_t *at = text_at(&text, position), *end = text_at(&text, text.len);
     for (; count < RUN_MAX && count < count_max && get_read(&gets[count], at, end); count++) {
@@ -273,5 +351,59 @@ PyObject *loops_text_values(PyObject *Py_UNUSED(module), PyObject *args)
     if (text != NULL)
         values_write(PyBytes_AS_STRING(text), at, answers_bytes, shows_cas, are_lines);
     PyBuffer_Release(&answers);
+    return text;
+}
+
+/* Writes what became of a change. Returns how many bytes. */
+static int outcome_write(char *to, const uint8_t *answer)
+{
+    static const char *const done[] = {
+        [SET] = "STORED\r\n", [ADD] = "STORED\r\n", [REPLACE] = "STORED\r\n",
+        [DELETE] = "DELETED\r\n", [APPEND] = "STORED\r\n", [PREPEND] = "STORED\r\n",
+        [TOUCH] = "TOUCHED\r\n",
+    };
+    uint8_t opcode = answer[1];
+    const char *text;
+    if (opcode & QUIET_FORM && opcode != TOUCH)
+        return 0;
+    if (!be16(answer + 6) && (opcode == INCREMENT || opcode == DECREMENT))
+        return snprintf(to, NUMBER_TEXT_BYTES, "%llu\r\n",
+                        (unsigned long long)be64(answer + HEADER_BYTES));
+    if (!be16(answer + 6))
+        text = done[opcode];
+    else if (opcode == ADD || opcode == REPLACE)
+        text = "NOT_STORED\r\n";
+    else
+        text = be16(answer + 6) == KEY_ENOENT ? "NOT_FOUND\r\n" : "EXISTS\r\n";
+    size_t bytes = strlen(text);
+    memcpy(to, text, bytes);
+    return (int)bytes;
+}
+
+PyObject *loops_text_outcomes(PyObject *Py_UNUSED(module), PyObject *answers)
+{
+    if (!PyList_CheckExact(answers)) {
+        PyErr_SetString(PyExc_TypeError, "answers are a list");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(answers), bytes = 0;
+    PyObject *text = PyBytes_FromStringAndSize(NULL, count * NUMBER_TEXT_BYTES);
+    for (Py_ssize_t i = 0; i < count && text != NULL; i++) {
+        PyObject *answer = PyList_GET_ITEM(answers, i);
+        const uint8_t *at = PyBytes_CheckExact(answer) ? (const uint8_t *)PyBytes_AS_STRING(answer)
+                                                       : NULL;
+        Py_ssize_t has = at != NULL ? PyBytes_GET_SIZE(answer) : 0;
+        int is_count = has >= HEADER_BYTES && (at[1] == INCREMENT || at[1] == DECREMENT);
+        if (has < HEADER_BYTES || !at[1] || at[1] > TOUCH ||
+            (at[1] > DECREMENT && at[1] < APPEND) || (at[1] > 0x1a && at[1] < TOUCH) ||
+            (is_count && !be16(at + 6) && has != HEADER_BYTES + 8)) {
+            PyErr_SetString(PyExc_ValueError, "these are no answers of changes");
+            Py_CLEAR(text);
+        } else {
+            bytes += outcome_write(PyBytes_AS_STRING(text) + bytes, at);
+        }
+    }
+    if (text != NULL)
+        _PyBytes_Resize(&text, bytes);
     return text;
 }

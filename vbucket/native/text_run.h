@@ -6,8 +6,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-PyObject *loops_text_sets(PyObject *module, PyObject *args);
+PyObject *loops_text_changes(PyObject *module, PyObject *args);
 PyObject *loops_text_gets(PyObject *module, PyObject *args);
 PyObject *loops_text_values(PyObject *module, PyObject *args);
+PyObject *loops_text_outcomes(PyObject *module, PyObject *answers);
 
 #endif

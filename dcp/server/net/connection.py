@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
-from dcp.server.net.connections import Connections
+from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.log_limiter import RefusalLog
@@ -90,6 +90,13 @@ def _supervised(
     return cast("Callable[Concatenate[ClientConnection, _P], None]", wraps(method)(run))
 
 
+def _pump_all(pumping: list[OpenConnection]) -> None:
+    connections = tuple(pumping)
+    pumping.clear()
+    for connection in connections:
+        connection.pump_now()
+
+
 class ClientConnection(asyncio.Protocol):
     """One accepted connection. It is in `Connections.open` while it is open."""
 
@@ -109,7 +116,7 @@ class ClientConnection(asyncio.Protocol):
         self._held = (
             HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
         )
-        self._outgoing: deque[bytes] = deque()
+        self._outgoing: deque[Message] = deque()
         """Data that a TLS transport, which is paused, has not taken yet."""
         self._outgoing_bytes = 0
         self._handed_bytes = 0
@@ -324,7 +331,9 @@ class ClientConnection(asyncio.Protocol):
             return
         if not sender.can_wait:
             self._is_pump_scheduled = True
-            self._loop.call_soon(self.pump_now)
+            if not (pumping := self._connections.pumping):
+                self._loop.call_soon(_pump_all, pumping)  # a turn for each costs as much as it does
+            pumping.append(self)
             if self.session.state.feed is not None:
                 self._connections.feeding.add(self)
         elif self._next_news is None and sender.has_output:
@@ -544,10 +553,13 @@ class ClientConnection(asyncio.Protocol):
         if self._held.batches or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
         messages = sender.pump(PUMP_BYTES)
-        for vb_id, damage in sender.damages:
-            self._parts.sessions.backfill_failed(self.peer, vb_id, damage)
-        sender.damages.clear()
-        if messages:
+        if sender.damages:
+            for vb_id, damage in sender.damages:
+                self._parts.sessions.backfill_failed(self.peer, vb_id, damage)
+            sender.damages.clear()
+        if len(messages) == 1 and not self._is_tls:
+            self._write(messages[0])
+        elif messages:
             self._write_pieces(messages)
         if sender.has_output:
             self.schedule_pump()
@@ -575,7 +587,7 @@ class ClientConnection(asyncio.Protocol):
             self._largest_bytes = max(self._largest_bytes, sent_bytes)
             self._transport.writelines(pieces)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: Message) -> None:
         size = len(data)
         self._meter.sent_bytes += size
         if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing):

@@ -105,6 +105,8 @@ class Connections:
         self.waiting: set[OpenConnection] = set()
         self.feeding: set[OpenConnection] = set()
         self.awaiting_arrival: set[OpenConnection] = set()
+        self.pumping: list[OpenConnection] = []
+        """Those that send stream messages in the next turn of the loop: `pump_now` is called."""
         self._handshakes: set[Holder] = set()
         self.newcomers = Newcomers(settings.connections_max)
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)

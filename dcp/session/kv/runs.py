@@ -4,8 +4,8 @@
 where the first other one begins; `dcp.session.kv.documents` handles that one. Where the loops
 (vbucket/native) are not built, there are no runs.
 
-Plain changes are SET, ADD, REPLACE, DELETE, counters and TOUCH, also with a CAS or an expiry, of a
-document in the default collection without XATTRs that is not due.
+Plain changes are SET, ADD, REPLACE, DELETE, counters, APPEND, PREPEND, TOUCH and GAT, also with a
+CAS or an expiry, of a document in the default collection without XATTRs that is not due.
 
 Rules: as in `dcp.session.kv.documents` and `updates`. A run answers what the handlers would. It
 does not look for locks, and needs a client that may read or write everything.
@@ -29,7 +29,8 @@ _GETS: Final = (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ)
 _CHANGES: Final = (
     Opcode.SET, Opcode.ADD, Opcode.REPLACE, Opcode.DELETE, Opcode.INCREMENT, Opcode.DECREMENT,
     Opcode.SETQ, Opcode.ADDQ, Opcode.REPLACEQ, Opcode.DELETEQ, Opcode.INCREMENTQ,
-    Opcode.DECREMENTQ, Opcode.TOUCH,
+    Opcode.DECREMENTQ, Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ, Opcode.TOUCH,
+    Opcode.GAT, Opcode.GATQ,
 )  # fmt: skip
 
 UNPREFIXED: Final = 1
@@ -109,6 +110,8 @@ class DocumentRuns:
             state.observes_group(vb_id, group)
         if made_bytes:
             state.spend(made_bytes / CHANGES_BYTES_MAX)
+            state.unread_bytes += sum(map(len, answers[first_answer:]))
+            state.is_full |= state.unread_bytes > ANSWER_BYTES_MAX
         return after
 
     def get_run(self, position: int, end: int) -> int:
