@@ -17,7 +17,7 @@ from failover.replication.handover import HANDING_NS_MAX
 from sim import rare_acts
 from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
 from sim.machine import Machine
-from sim.world import MS, SECOND
+from sim.world import MS
 
 LOOK_NS: Final = 20 * MS
 PATIENCE_NS: Final = 2000 * MS
@@ -83,13 +83,8 @@ class Scene(NamedTuple):
 
     def narrow(self, one: Machine, other: Machine, bytes_per_s: int, last_ns: int) -> None:
         """Let little pass from a machine to another for a time."""
-        link = self.faults.stage.network.link(one.name, other.name)
-        link.ns_per_byte = SECOND // bytes_per_s
-
-        def mend() -> None:
-            link.ns_per_byte = 0
-
-        self.faults.began("narrow", mend, last_ns)
+        widen = self.faults.stage.network.narrow(one.name, other.name, bytes_per_s)
+        self.faults.began("narrow", widen, last_ns)
 
     def when(self, is_so: Callable[[], bool], then: Callable[[], None]) -> None:
         """Do something as soon as something is so. Give up after a while, and with the faults."""

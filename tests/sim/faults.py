@@ -504,13 +504,8 @@ def slow_link(faults: Faults) -> Mend | None:
     one, other = faults.two_hosts()
     if faults.world.chance(0.5):
         one, other = other, one
-    link = faults.stage.network.link(one, other)
-    link.ns_per_byte = SECOND // (2_000, 20_000, 200_000)[faults.world.below(3)]
-
-    def mend() -> None:
-        link.ns_per_byte = 0
-
-    return mend
+    bytes_per_s = (2_000, 20_000, 200_000)[faults.world.below(3)]
+    return faults.stage.network.narrow(one, other, bytes_per_s)
 
 
 def long_delays(faults: Faults) -> Mend | None:

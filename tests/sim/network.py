@@ -8,6 +8,7 @@ Invariants
   breaks: a message may be cut anywhere;
 - a direction that is cut keeps its bytes and delivers them when it is mended, unless the
   connection has ended meanwhile;
+- a direction that was slow, and is mended, has no bytes left that arrive as late as if it were not;
 - a side that is closed gets no more calls, and `on_closed` is called once at most;
 - bytes that were written and not yet taken are bounded by what the writer checks (`can_write`).
 """
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from sim.world import MS, Host, Timer, World
+from sim.world import MS, SECOND, Host, Timer, World
 
 SEND_BUFFER_BYTES = 256 << 10
 """Bytes under way above which `can_write` is false: what kernels buffer, about."""
@@ -47,7 +48,9 @@ class Handler(Protocol):
 class Link:
     """One direction between two hosts."""
 
-    __slots__ = ("delay_max_ns", "delay_min_ns", "free_at_ns", "holding", "is_cut", "ns_per_byte")
+    __slots__ = (
+        "delay_max_ns", "delay_min_ns", "free_at_ns", "holding", "is_cut", "ns_per_byte", "queued",
+    )  # fmt: skip
 
     def __init__(self, delay_min_ns: int, delay_max_ns: int) -> None:
         self.delay_min_ns = delay_min_ns
@@ -58,6 +61,8 @@ class Link:
         self.is_cut = False
         self.holding: dict[Side, None] = {}
         """Sides with bytes that wait because it is cut."""
+        self.queued: dict[Side, None] = {}
+        """Sides that sent bytes while it was slow."""
 
     def arrival_ns(self, world: World, size: int) -> int:
         """Return when bytes that are sent now arrive.
@@ -178,6 +183,21 @@ class Side:
         self._last_arrival_ns = when_ns
         timer = world.at(when_ns, peer.host, peer.incarnation, peer._arrive, (data,))
         self._flying.append(timer)
+        if self.link.ns_per_byte:
+            self.link.queued[self] = None
+
+    def hurry(self) -> None:
+        """The direction is fast again: what waited for its turn arrives after a delay, in order."""
+        world = self.network.world
+        flying, self._flying = self._flying, deque()
+        self._last_arrival_ns = world.now_ns
+        for timer in flying:
+            when_ns = max(self._last_arrival_ns, self.link.arrival_ns(world, 0))
+            self._last_arrival_ns = when_ns
+            action, args = timer.action, timer.args
+            assert action is not None, "what is cancelled flies no more"
+            timer.cancel()
+            self._flying.append(world.at(when_ns, timer.host, timer.incarnation, action, args))
 
     def mended(self) -> None:
         """The direction is whole again: send what it held back."""
@@ -401,6 +421,19 @@ class Network:
     def cut(self, source: str, target: str) -> None:
         """Let no more bytes pass in one direction."""
         self.link(source, target).is_cut = True
+
+    def narrow(self, source: str, target: str, bytes_per_s: int) -> Callable[[], None]:
+        """Give a direction little bandwidth; return what mends it."""
+        link = self.link(source, target)
+        link.ns_per_byte = SECOND // bytes_per_s
+
+        def widen() -> None:
+            link.ns_per_byte = link.free_at_ns = 0
+            queued, link.queued = link.queued, {}
+            for side in queued:
+                side.hurry()
+
+        return widen
 
     def mend(self, source: str, target: str) -> None:
         """Let bytes pass again."""

@@ -96,6 +96,11 @@ def test_clusters_that_move_copies_pass(first: int) -> None:
         (4, "", 709),  # a copy moved before its master had said that the store went back
         (4, "", 1080),  # a plan that was cancelled waited for a node that was lost
         (3, "last_in_sync", 35),  # who knew a newer version, and had nothing of it, was elected
+        (
+            4,
+            "snapshot_dies",
+            137,
+        ),  # of the network: what was sent on a narrow link came as late when it was wide
     ],
 )
 def test_seeds_that_found_faults_pass(nodes: int, act: str, seed: int) -> None:

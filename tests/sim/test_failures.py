@@ -211,13 +211,11 @@ def test_a_process_that_was_stopped_answers_nothing_stale(cluster: Scenario) -> 
 
 def test_a_slow_replica_leaves_the_in_sync_set_and_comes_back(cluster: Scenario) -> None:
     master, slow = cluster.master(), cluster.replicas()[0]
-    link = cluster.network.link(master, slow)
-    link.ns_per_byte = SECOND // 1500
+    widen = cluster.network.narrow(master, slow, 1500)
     cluster.until(lambda: slow not in cluster.in_sync())
     assert cluster.master() == master
     assert cluster.write().outcome is Outcome.OK
-    link.ns_per_byte = 0
-    link.free_at_ns = 0
+    widen()
     cluster.until(lambda: slow in cluster.in_sync())
     cluster.passes()
 

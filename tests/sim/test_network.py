@@ -215,3 +215,20 @@ def test_refused_connects() -> None:
     pair.dial()
     pair.run()
     assert pair.failed == ["connection refused"]
+
+
+def test_a_link_that_is_wide_again_has_no_late_bytes(pair: Pair) -> None:
+    pair.dial()
+    pair.run()
+    assert pair.near is not None
+    widen = pair.network.narrow("c", "s", 100)
+    for number in range(4):
+        pair.near.write(b"%d" % number * 100)
+    pair.run(1500 * MS)
+    assert pair.far_log.data == b"0" * 100, "a second for each"
+    widen()
+    pair.near.write(b"end")
+    pair.near.close()
+    pair.run(20 * MS)
+    assert pair.far_log.data == b"0" * 100 + b"1" * 100 + b"2" * 100 + b"3" * 100 + b"end"
+    assert pair.far_log.closed == ["the peer closed the connection"]

@@ -11,7 +11,7 @@ from sim.wide_bugs import WIDE_BUGS
 FOUND_BY = {
     "touch-in-vain": (7, "an expired document is answered"),
     "expiry-is-lost": (26, "an expired document is answered"),
-    "due-is-answered": (10, "an expired document is answered"),
+    "due-is-answered": (15, "an expired document is answered"),
     "pages-anywhere": (1, "AssertionError"),
     "revision-again": (1, "the revision of"),
     "last-one-wins": (1, "the revision of"),
