@@ -27,14 +27,15 @@ ASKED_AT_ONCE: Final = 500
 
 
 async def check_contents(
-    cluster: FaultyCluster, kv: KvClient, view: Mirror, load: Load
+    cluster: FaultyCluster, kv: KvClient, views: Mapping[str, Mirror], load: Load
 ) -> list[str]:
     """Return every difference, in words. Nobody writes meanwhile."""
     keys = {*load.histories, *load.loaded, *load.maybe}
     stored = {key: found.value for key, found in (await kv.get_many(keys)).items()}
     wrong = list(_against_answers(stored, load))
-    await view.caught_up(FOLLOW_S)
-    wrong += _different("the consumer", dict(view.items()), stored)
+    for name, view in views.items():
+        await view.caught_up(FOLLOW_S)
+        wrong += _different(name, dict(view.items()), stored)
     wrong += _different("a consumer from the beginning", await _streamed(kv), stored)
     for name in cluster.nodes:
         held = await _copies(cluster, name, stored)

@@ -6,7 +6,8 @@ At the end everything is healed, and checked:
 - every key's history is linearizable, and a value has one CAS;
 - nothing that was answered is lost, and nothing is there that was refused;
 - the copies of a document are equal, on all nodes;
-- a consumer that has followed all the time has what the nodes have, as has one that begins now.
+- consumers that have followed all the time, of masters and of copies, have what the nodes have, as
+  has one that begins now.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -72,14 +73,14 @@ class Round:
         self,
         cluster: FaultyCluster,
         kv: KvClient,
-        view: Mirror,
+        views: Mapping[str, Mirror],
         seed: int,
         second: Sequence[str] = (),
     ) -> None:
         self.cluster = cluster
         self.load = Load(kv, self._addresses, seed)
         self.faults: Counter[str] = Counter()
-        self._kv, self._view = kv, view
+        self._kv, self._views = kv, views
         self._scene = Scene(cluster, random.Random(seed))
         self._second = second
         """What may begin while another fault lasts; (): all."""
@@ -166,7 +167,7 @@ class Round:
             found = violation_of(history)
             wrong += [f"{key!r}: {found.words()}"] if found is not None else []
             wrong += [f"{key!r}: {text}" for text in mixed_tokens(history)]
-        wrong += await check_contents(self.cluster, self._kv, self._view, self.load)
+        wrong += await check_contents(self.cluster, self._kv, self._views, self.load)
         if wrong:
             raise WrongError("\n".join(wrong))
 
@@ -206,8 +207,13 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
     draw = random.Random(f"{seed} faults")
     drawn = names or [choose(draw, cluster) for _ in range(FAULTS_IN_ROUND)]
     address = cluster.address(draw.choice(NAMES))
-    async with KvClient.connect(address, timeout_s=TIMEOUT_S) as kv, Mirror(address) as view:
-        one = Round(cluster, kv, view, seed, second=names)
+    async with (
+        KvClient.connect(address, timeout_s=TIMEOUT_S) as kv,
+        Mirror(address) as of_masters,
+        Mirror(address, from_replicas=True) as of_copies,
+    ):
+        views = {"a consumer": of_masters, "a consumer of the copies": of_copies}
+        one = Round(cluster, kv, views, seed, second=names)
         await one.run(drawn)
     await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
     counts = one.load.counts
