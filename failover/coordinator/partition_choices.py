@@ -151,29 +151,33 @@ class PartitionChoices:
             return
         wanted = self._view.wanted
         busy = set(self._reports)
-        busy.update(vb_id for vb_id in wanted if not self._has_present_master(now_ns, vb_id))
         for change in self._wishes(now_ns):
             if change.vb_id not in wanted:
                 busy.add(change.vb_id)
                 yield change
         if wanted and now_ns >= self._step_ns:
+            present = self._present_members(now_ns)
+            busy.update(
+                vb_id
+                for vb_id, stored in self._view.partitions.items()
+                if stored.content.record.master not in present
+            )
             steps = list(plan_changes(self._view, wanted, busy))
             self._step_ns = now_ns + (STEP_NS if len(steps) > FEW_STEPS else FEW_STEPS_NS)
             yield from steps
 
-    def _has_present_master(self, now_ns: int, vb_id: int) -> bool:
-        """Whether a partition's master runs, is connected to this store, and has said what it knows
-        better. Nobody may be left to say that the store has gone back.
+    def _present_members(self, now_ns: int) -> set[str]:
+        """Return who runs, is connected to this store, and has said what it knows better. Under
+        other masters, nobody may be left to say that the store has gone back.
         """
-        stored = self._view.partitions.get(vb_id)
-        master = None if stored is None else stored.content.record.master
-        if master is None or master not in self._view.alive:
-            return False
-        alive_revision = self._view.alive[master].item.mod_revision
-        report = self._view.reports.get(master)
-        return (now_ns >= self._leases_ns or alive_revision > self._view.begun_revision) and (
-            report is not None and report.item.mod_revision > alive_revision
-        )
+        reports, begun_revision = self._view.reports, self._view.begun_revision
+        return {
+            member
+            for member, alive in self._view.alive.items()
+            if (now_ns >= self._leases_ns or alive.item.mod_revision > begun_revision)
+            and member in reports
+            and reports[member].item.mod_revision > alive.item.mod_revision
+        }
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""
@@ -266,17 +270,17 @@ class PartitionChoices:
         if not returns_s:
             return
         since_ns = now_ns - int(returns_s * _NS_PER_S)
+        present = self._present_members(now_ns)
         for vb_id, (first, in_sync_ns) in self._first_in_sync.items():
             stored = self._view.partitions[vb_id]
             record = stored.content.record
             member = self._view.members.get(first)
             if (
                 in_sync_ns <= since_ns
-                and record.master is not None
+                and record.master in present
                 and record.wanted_master is None
                 and record.branch is None
                 and self._view.stays(first)
-                and self._has_present_master(now_ns, vb_id)
                 and not (member is not None and member.content.is_drained)
                 and vb_id not in self._reports
             ):
