@@ -71,7 +71,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "consistent cuts, atomic batches": Feature(7, 950),
-    "copies find their differences by hashes": Feature(11, 2024),
+    "copies find their differences by hashes": Feature(11, 2044),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
