@@ -31,6 +31,36 @@ class MemcachedCounter(BinaryCounter):
     answer_bytes = ANSWER_BYTES
 
 
+class TextCounter:
+    """Answers to `set` of memcached's text protocol."""
+
+    def __init__(self) -> None:
+        self.errors = 0
+        self.first_error = ""
+        self._lines = 0
+        self._buffer = b""
+
+    def begin(self, operations: int) -> None:
+        self._lines, self._buffer = operations, b""
+
+    def outgoing(self, batch: bytes) -> bytes:
+        return batch
+
+    def feed(self, chunk: bytes) -> bool:
+        buffer = self._buffer = self._buffer + chunk
+        lines = buffer.count(b"\n")
+        if lines < self._lines:
+            return False
+        if lines > self._lines or not buffer.endswith(b"\n"):
+            raise AnswerError(f"more than {self._lines} answers: {buffer[-60:]!r}")
+        wrong = lines - buffer.count(b"STORED\r\n") + buffer.count(b"NOT_STORED")
+        if wrong:
+            self.errors += wrong
+            line = next(each for each in buffer.split(b"\r\n") if each != b"STORED")
+            self.first_error = self.first_error or line.decode(errors="replace")
+        return True
+
+
 class RespCounter:
     """Answers to SET and XADD in Redis: `+OK` and an id, three lines for an operation."""
 

@@ -4,8 +4,8 @@
 
 Both sides do the minimum that a consumer does: they keep the newest value of each key. redis-py
 parses with hiredis, which is installed beside it. "events" is dcpd with an event object for each
-change. The output is one JSON document: changes, distinct keys, and seconds since the start,
-imports included.
+change in batches, "each" with `async for`. The output is one JSON document: changes, distinct keys,
+and seconds since the start, imports included.
 """
 
 from __future__ import annotations
@@ -107,9 +107,26 @@ async def follow_events(port: int, changes: int, state: dict[bytes, bytes]) -> N
     return state
 
 
+async def follow_each(port: int, changes: int, state: dict[bytes, bytes]) -> None:
+    """The same, as users write it first."""
+    from clients import Consumer, Deletion, Mutation
+
+    seen = 0
+    async with Consumer(f"127.0.0.1:{port}", until_now=True) as consumer:
+        async for event in consumer:
+            if isinstance(event, Mutation):
+                state[event.key] = event.value
+                seen += 1
+            elif isinstance(event, Deletion):
+                del state[event.key]
+                seen += 1
+    if seen != changes:
+        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.catchup")
-    parser.add_argument("peer", choices=["dcpd", "events", "redis", "nats"])
+    parser.add_argument("peer", choices=["dcpd", "events", "each", "redis", "nats"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--changes", type=int, required=True)
     options = parser.parse_args()
@@ -119,7 +136,9 @@ def main() -> int:
     if options.peer == "redis":
         follow_redis(options.port, options.changes, state)
     else:
-        follow = {"dcpd": follow_dcpd, "events": follow_events, "nats": follow_nats}[options.peer]
+        follow = {
+            "dcpd": follow_dcpd, "events": follow_events, "each": follow_each, "nats": follow_nats,
+        }[options.peer]  # fmt: skip
         asyncio.run(follow(options.port, options.changes, state))
     seconds = time.perf_counter() - began
     print(json.dumps({"changes": options.changes, "keys": len(state), "seconds": seconds}))

@@ -29,7 +29,13 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from benchmarks import etcd, nats, workload
-from benchmarks.answers import Counter, MemcachedCounter, RespCounter, WaitingRespCounter
+from benchmarks.answers import (
+    Counter,
+    MemcachedCounter,
+    RespCounter,
+    TextCounter,
+    WaitingRespCounter,
+)
 from benchmarks.cluster_map import read_masters
 from clients.cli.node.answers import AnswerError, BinaryCounter
 from clients.cli.node.histogram import Histogram
@@ -41,6 +47,7 @@ STALL_SECONDS: Final = 30.0  # a server without an answer for this long has fail
 COUNTER: Final[dict[str, Callable[[], Counter]]] = {
     "binary": BinaryCounter,
     "memcached": MemcachedCounter,
+    "text": TextCounter,
     "resp": RespCounter,
     "resp-bounded": RespCounter,
     "resp-wait": WaitingRespCounter,

@@ -170,6 +170,13 @@ class DcpdForMemcached(Dcpd):
     protocol = "memcached"
 
 
+class ColdDcpd(Dcpd):
+    """Our server with hardly anything in memory, so GETs read the store."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--item-cache-bytes", "0", "--memtable-bytes", "1MiB"]
+
+
 class PeerOfChosenPort(Peer):
     """A server with a port that we choose: it picks no free port, or does not print it."""
 
@@ -204,6 +211,29 @@ class Redis(PeerOfChosenPort):
                     raise AnswerError(f"GET was answered with {line!r}")
                 count = int(line[1:])
                 return _read(stream, count) if count >= 0 else None
+
+
+class Memcached(PeerOfChosenPort):
+    """memcached. It keeps everything in memory, so it is none of PEERS."""
+
+    name = "memcached"
+    protocol = "memcached"
+
+    def command(self) -> list[str]:
+        (self._chosen,) = free_ports(1)
+        return [
+            "memcached", "-l", "127.0.0.1", "-p", str(self._chosen), "-U", "0", "-u", "nobody",
+            "-m", "4096", "-I", "64m", "-c", "16000",
+        ]  # fmt: skip
+
+    def get(self, key: bytes) -> bytes | None:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            connection.sendall(workload.text_get(key))
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
+                if line == b"END\r\n":
+                    return None
+                return _read(stream, int(line.split()[3]))
 
 
 class BoundedRedis(Redis):

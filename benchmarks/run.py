@@ -20,6 +20,8 @@ Parts
              time of a change for each (dcpd alone)
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
+- plain, cold, many, large, events   clients of every kind, beside memcached and Redis whatever
+             `--peers` says: see benchmarks.everyone
 
 The output says in which form dcpd ran. `scripts/install bench` installs the default one, with
 the loops in C.
@@ -44,14 +46,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import following, responder, workload
+from benchmarks import everyone, following, responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
+from benchmarks.tools import generate, say, tool
 from vbucket.native.form import form_text
 
 LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "crowd", "idle", "restart")
 """What is measured on a server that holds all keys, in this order."""
-PARTS: Final = ("generator", "set", *LOADED_PARTS)
+PARTS: Final = ("generator", "set", *LOADED_PARTS, *everyone.MEASURE)
 LARGE_VALUE_BYTES: Final = 1024
 SHAPES: Final = ((1, 1), (1, 128), (8, 64))
 """Connections x operations in flight on each."""
@@ -81,33 +84,6 @@ HOW_SET: Final = {
     "etcd": "one member, Put over gRPC",
 }
 """The setup of each server, and what one operation is."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def tool(module: str, *arguments: object) -> dict[str, Any]:
-    """Run one of our tools in its own process; return the JSON document that it printed."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit {done.returncode}: {done.stderr}{done.stdout}")
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
-
-
-def generate(
-    protocol: str, port: int, shape: tuple[int, int], *arguments: object
-) -> dict[str, Any]:
-    """Drive a server with the generator; return its result."""
-    connections, in_flight = shape
-    document = tool(
-        "generator", "--protocol", protocol, "--port", port,
-        "--connections", connections, "--in-flight", in_flight, *arguments,
-    )  # fmt: skip
-    result: dict[str, Any] = document["result"]
-    return result
 
 
 def record_sets(report: Report, peer: str, result: dict[str, Any], what: str) -> None:
@@ -396,6 +372,9 @@ def main() -> int:
             measure_loaded(report, options, folder)
         if "serve" in options.only:
             measure_large_values(report, options, folder)
+        for name, measure in everyone.MEASURE.items():
+            if name in options.only:
+                measure(report, options, folder)
     return 0
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import chain
 from typing import Final, NamedTuple
 
 from dcp.session.answers.marks import TEXT_COMMAND, Mark
@@ -489,9 +490,8 @@ class TextSession:
             if has_runs:
                 if at == len(packet):
                     next_keys, at = read.keys[: -_RUN_MAX - 1 : -1], 0
-                    packet = b"".join(
-                        part for key in next_keys for part in (_GET_HEADS[len(key)], key)
-                    )
+                    heads = map(_GET_HEADS.__getitem__, map(len, next_keys))
+                    packet = b"".join(chain.from_iterable(zip(heads, next_keys, strict=True)))
                 after = self._answer_run(read, packet, at)
                 if after > at:
                     at = after
@@ -512,8 +512,11 @@ class TextSession:
         state.buffer = packet
         after = self._runs.get_run(at, len(packet))
         state.buffer = b""
-        while at < after:
-            at += HEADER_BYTES + len(read.keys.pop())
+        if not at and after == len(packet):
+            del read.keys[-_RUN_MAX:]
+        else:
+            while at < after:
+                at += HEADER_BYTES + len(read.keys.pop())
         if len(answers) > first_answer:
             found = b"".join(answers[first_answer:])
             answers[first_answer:] = [_LOOPS.values(found, read.shows_cas, False)]

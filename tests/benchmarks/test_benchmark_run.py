@@ -138,8 +138,8 @@ def test_reading_and_streams_fill_the_table_too(tmp_path):
     peers = "dcpd,redis" if shutil.which("redis-server") else "dcpd"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "--peers", peers, "--only", "get,serve,tail",
-         "--keys", "500", "--runs", "1", "--seconds", "0.2", "--folder", str(tmp_path), "--json",
-         str(written)],
+         "--keys", "5000", "--runs", "1", "--seconds", "0.2", "--folder", str(tmp_path), "--json",
+         str(written)],  # more keys than SETs: of two versions in a group, a stream has one
         capture_output=True, text=True, check=False, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks import responder, workload
-from benchmarks.answers import RespCounter
+from benchmarks.answers import RespCounter, TextCounter
 from benchmarks.generator import Load, batches_of, run
 from clients.cli.node.answers import AnswerError, BinaryCounter
 from clients.cli.node.histogram import Histogram
@@ -185,3 +185,14 @@ def test_percentiles_are_within_a_bucket():
     for percent in (50, 99, 100):
         assert histogram.percentile(percent) == pytest.approx(percent * 1000, rel=1 / 64)
     assert Histogram().percentile(50) == 0
+
+
+def test_text_answers_are_counted():
+    counter = TextCounter()
+    counter.begin(3)
+    assert not counter.feed(b"STORED\r\nSTO")
+    assert counter.feed(b"RED\r\nSERVER_ERROR no\r\n")
+    assert (counter.errors, counter.first_error) == (1, "SERVER_ERROR no")
+    counter.begin(1)
+    with pytest.raises(AnswerError, match="more than 1"):
+        counter.feed(b"STORED\r\nSTORED\r\n")

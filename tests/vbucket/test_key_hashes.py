@@ -207,6 +207,30 @@ def test_the_offline_check_counts_them() -> None:
     assert found() == [("count", "the hashes of collection 0x0 are not those of its documents")]
 
 
+def test_unmerged_keys_are_read_in_steps_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step sorts or reads more of them than STEP_KEYS."""
+    monkeypatch.setattr("vbucket.engine.hashes.STEP_KEYS", 5)
+    node, names = MemoryNode(partitions=2), NAMES[:100]
+    peer = node.connect()
+    for name in names[::2]:
+        peer.set(0, name, b"v")
+    node.merge()
+    for name in names[1::2]:
+        peer.set(0, name, b"v")
+    node.commit()
+    versions, part = node.engine.versions, node.engine.partitions[0]
+    found, first, has_more = list[bytes](), b"", True
+    while has_more:
+        steps, taken = listed(versions, part, 0, 0, b"\1", first, bytes_max=400), 0
+        for _ in steps:
+            taken += 1
+        assert taken >= 50 // 5 - 1
+        page = result(listed(versions, part, 0, 0, b"\1", first, bytes_max=400))
+        found += [key[3:] for key, _ in page.rows]
+        first, has_more = found[-1] + b"\0", page.has_more
+    assert found == sorted(names)
+
+
 def test_work_that_a_merge_interrupts_begins_again() -> None:
     node = MemoryNode(partitions=2)
     peer = node.connect()
