@@ -70,7 +70,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "runs of all plain changes": Feature(0, 36),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "consistent cuts, atomic batches": Feature(7, 950),
-    "consistent cuts of clusters": Feature(7, 860),
+    "consistent cuts of clusters": Feature(8, 960),
     "copies find their differences by hashes": Feature(11, 2024),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }
