@@ -72,7 +72,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
     "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),
-    "consistent cuts of clusters": Feature(7, 860),
+    "consistent cuts of clusters": Feature(8, 960),
     "copies find their differences by hashes": Feature(11, 2044),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
 }

@@ -18,7 +18,8 @@ Invariants
 - every accepted request begins a leg (clients.backup.archives.legs), with its failover log;
 - a rollback goes to the newest complete state in the archive at or below the server's seqno, across
   all versions and runs. Every round goes to a lower seqno, so the number of rounds is bounded;
-- a partition is DONE at the high seqno that it had when the run asked for it.
+- a partition is DONE at the high seqno that it had when the run asked for it, or at the cut of a
+  cluster that the run found before.
 
 Rules: docs/streams.md. Time is an argument, in ns of any steady clock.
 """

@@ -37,10 +37,12 @@ from clients.backup.archives.zstd import LEVEL
 from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
 from clients.backup.intake import Intake
+from clients.consumer.consumer import Consumer
 from clients.errors import (
     TRANSIENT,
     DcpdError,
     OperationTimeoutError,
+    StatusError,
     StreamViolationError,
     error_from_status,
 )
@@ -63,6 +65,8 @@ ANSWER_TIMEOUT_S: Final = 10.0
 TICK_S: Final = 0.1
 PAUSE_MAX_S: Final = 2.0
 """The longest pause between two attempts at a node."""
+CUT_S: Final = 10.0
+"""How long a run waits for a cut of the cluster."""
 KEEP_S: Final = 5.0
 """How often a run checks whether the archive's lock needs renewal."""
 
@@ -90,6 +94,8 @@ class RunReport(NamedTuple):
     seconds: float
     history_was_refused: bool
     """History was requested, but a server cannot stream every version."""
+    why_no_cut: str
+    """Why the run of a cluster does not end at one moment; "" if it does, or the node is alone."""
 
 
 class _Session:
@@ -201,6 +207,7 @@ class Backup:
         self._changes = 0
         self._is_paused = self._is_one_node = False
         self._history_was_refused = False
+        self._why_no_cut = ""
         self._collections: dict[int, tuple[str, int]] = {}
 
     # -- the whole -----------------------------------------------------------------------------
@@ -226,6 +233,8 @@ class Backup:
             try:
                 await self._refresh()
                 self._prepare_feeds(run, runs, found)
+                if not self._is_one_node and self._copies is None:
+                    await self._find_cut()
                 self._dialing.add(self._feeds.values())
                 await self._follow(self._dialing, lock)
                 await self._finish_writing()
@@ -243,7 +252,10 @@ class Backup:
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
             await asyncio.to_thread(self._archive.write_run, record, lock)
-        return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
+        return RunReport(
+            record, len(found), time.monotonic() - began_s, self._history_was_refused,
+            self._why_no_cut,
+        )  # fmt: skip
 
     def take(self, session: _Session, pieces: list[Piece]) -> None:
         """Process the pieces of a read."""
@@ -290,6 +302,22 @@ class Backup:
             chain: list[Placed] = [placed for item in runs for placed in item.placed(vb_id)]
             feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._options.versions_max)
             self._feeds[vb_id] = feed
+
+    async def _find_cut(self) -> None:
+        """Let the run end at a cut of the cluster (docs/consistent-cuts.md), if its nodes tell one
+        in time: each by itself would tell seqnos of another moment.
+        """
+        consumer = Consumer(self._address, cuts=True, start="now")
+        try:
+            async with asyncio.timeout(CUT_S), consumer:
+                cut = await anext(consumer.cuts())
+        except TimeoutError:
+            self._why_no_cut = f"the nodes told no cut within {CUT_S:g} s"
+        except (StatusError, *TRANSIENT) as error:
+            self._why_no_cut = str(error)
+        else:
+            for vb_id, position in cut.positions.items():
+                self._feeds[vb_id].target = position.seqno
 
     async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
         """Stream until every partition is done. Handle lost connections and moved partitions."""

@@ -141,6 +141,8 @@ def run_(
         lines.append(f"history branched in {places} since the last run: {changes} undone")
     if report.history_was_refused:
         lines.append("the server cannot stream every version: this run has only the newest ones")
+    if report.why_no_cut:
+        lines.append(f"partitions end at different moments of the cluster: {report.why_no_cut}")
     write_raw("\n".join(lines).encode() + b"\n")
     return EXIT_OK
 

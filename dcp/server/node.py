@@ -61,6 +61,7 @@ from dcp.server.report.consumer_watch import ChangeAges
 from dcp.server.report.metric_sources import ClusterSources, MetricSources
 from dcp.server.report.sampler import Sampler
 from dcp.server.report.stats import ServerFacts, Stats
+from dcp.server.storage.closed_times import ClosedTimes
 from dcp.server.storage.committer import Committer
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.expiry_schedule import expire_when_due
@@ -528,12 +529,19 @@ class Node:
         )  # fmt: skip
 
     def _cut_timer(self) -> CutTimer:
+        closed = ClosedTimes(self.engine, self.about.data_dir, self._tasks, self._log)
         if self.replicated is None:
-            return CutTimer(self.engine, self._hub)
+            return CutTimer(self.engine, self._hub, closed)
         from dcp.server.cluster.cut_rounds import CutRounds
 
         return CutRounds(
-            self.replicated, self.engine, self._hub, self.access.link_tls, self._tasks, self._log
+            self.replicated,
+            self.engine,
+            self._hub,
+            closed,
+            self.access.link_tls,
+            self._tasks,
+            self._log,
         )
 
     def _follow_settings(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-CLOCK_OFF_NS_MAX: Final = 1_000_000_000
+CLOCK_OFF_NS_MAX: Final = 500_000_000
 """How far a member's clock may be from that of most members. Else it draws no cut: changes that it
 makes would have a CAS far from the closed time."""
 DRAW_NS_MAX: Final = 100_000_000

@@ -21,9 +21,12 @@ from clients.kv.sync_client import SyncKv
 from clients.mirror.mirror import Mirror
 from clients.operation import Document
 from clients.sync import SyncConsumer, SyncMirror
+from dcp.server.check.folder_files import check_files
+from dcp.server.storage.closed_times import CLOSED_FILE
 from dcp.wire.message import pack_closed_time
 from support.cluster_here import node_here
 from support.server import DcpdProcess, ctl
+from vbucket.check.finding import Finding
 from vbucket.model.ids import vbucket_of
 
 
@@ -449,3 +452,23 @@ async def test_a_consumer_that_resumes_from_a_cut_has_the_next_one(tmp_path):
         assert {change.cas for change in last.changes if change.key in {b"k0", b"k1"}} == {
             document.cas
         }
+
+
+async def test_a_restart_takes_no_cas_that_is_closed(tmp_path):
+    """The clock is set back by a minute while the node is down."""
+    async with node_here(tmp_path, {}) as node:
+        address = f"127.0.0.1:{node.ports.kv}"
+        async with Consumer(address, cuts=True) as consumer:
+            before = await anext(consumer.cuts())
+    async with node_here(tmp_path, {}) as node:
+        begin = node.engine.begin_batch
+        node.engine.begin_batch = lambda now_ns: begin(now_ns - 60 * 10**9)
+        address = f"127.0.0.1:{node.ports.kv}"
+        async with KvClient.connect(address) as kv:
+            assert (await kv.set("key", b"1")).cas > before.time
+        async with Consumer(address, cuts=True) as consumer:
+            after = await anext(consumer.cuts())
+    assert after.time > before.time
+    (tmp_path / "data" / CLOSED_FILE).write_text("what is this")
+    found = [each for each in check_files(tmp_path / "data") if isinstance(each, Finding)]
+    assert [each.where for each in found] == [CLOSED_FILE]

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from clients.address import ServerAddress
+from clients.backup.archives.archive import Archive, create_archive
+from clients.backup.dialing import Dialing, Home
+from clients.backup.run import Backup
 from clients.consumer.consumer import Consumer
 from clients.errors import DcpdError
 from clients.event import Rollback
 from clients.kv.client import KvClient
+from clients.link.topology import Place
 from clients.mirror.mirror import Mirror
 from dcp.server.cluster.cut_rounds import CutPeer, CutRounds
 from dcp.server.node import Node
-from support.cluster_here import ClusterHere
+from support.backup_pair import state_as_of
+from support.cluster_here import PARTITIONS, ClusterHere
+from support.server import ctl
 from support.waiting import until_so
 
 WRITERS = 6
@@ -66,6 +75,15 @@ async def check_mirror(mirror: Mirror) -> None:
         assert time
 
 
+async def backed_up(cluster: ClusterHere, archive: Archive) -> dict[bytes, bytes]:
+    """Make a run of a backup; return the documents that it has."""
+    address = ServerAddress("127.0.0.1", cluster.nodes["n1"].ports.kv)
+    report = await Backup(archive, address).run()
+    assert not report.why_no_cut
+    states = await asyncio.to_thread(state_as_of, archive, range(PARTITIONS))
+    return {key[1:]: value for state in states.values() for key, value in state.items()}
+
+
 def set_clock(node: Node, ahead_s: float) -> None:
     """Set the clock with which a node makes changes and draws cuts."""
     begin = type(node.engine).begin_batch
@@ -79,7 +97,7 @@ async def test_each_cut_is_one_state_of_three_nodes(
 ) -> None:
     """Money is moved between partitions of different nodes, the debit first, over a kill, a
     handover, and a clock that jumps: no cut has a credit without its debit. Nodes are told to draw
-    10 ms one after the other.
+    10 ms one after the other, and a backup asks them one after the other.
     """
     send = CutPeer.send
 
@@ -87,6 +105,13 @@ async def test_each_cut_is_one_state_of_three_nodes(
         asyncio.get_running_loop().call_later(0.01, send, peer, data)
 
     monkeypatch.setattr(CutPeer, "send", send_later)
+    find, homes = Dialing.step, list[Home]()
+
+    def one_by_one(dialing: Dialing, now_s: float, sessions: Collection[Place]) -> list[Home]:
+        homes.extend(find(dialing, now_s, {*sessions, *(home.place for home in homes)}))
+        return [homes.pop(0)] if homes else []
+
+    monkeypatch.setattr(Dialing, "step", one_by_one)
     async with ClusterHere(tmp_path) as cluster:
         await cluster.of_three()
         address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
@@ -118,6 +143,9 @@ async def test_each_cut_is_one_state_of_three_nodes(
                 if step is None:
                     break
                 await step(cluster)
+            archive = create_archive(str(tmp_path / "archive"), 1)
+            held = [check_sums(await backed_up(cluster, archive)) for _ in range(3)]
+            assert len(set(held)) == 3
             stop.set()
             await asyncio.gather(*writers)
             await kv.set(ACCOUNTS[0][0], b"1")
@@ -130,7 +158,7 @@ async def test_each_cut_is_one_state_of_three_nodes(
 
 async def kill(cluster: ClusterHere) -> None:
     await cluster.kill("n3")
-    await until_so(lambda: sum(len(cluster.active(name)) for name in cluster.nodes) == 64)
+    await until_so(lambda: sum(len(cluster.active(name)) for name in cluster.nodes) == PARTITIONS)
 
 
 async def restart(cluster: ClusterHere) -> None:
@@ -208,3 +236,8 @@ async def test_a_node_that_says_nothing_delays_others_once(tmp_path: Path) -> No
                 rounds._peers[member].end()
                 while everything.frontier <= times[-1]:
                     await anext(whole)
+            port = cluster.nodes["n1"].ports.kv
+            ran = await ctl(port, "watch", "--cuts", "--until-now", "-o", "json")
+            lines = [json.loads(line) for line in ran.out.splitlines()]
+            assert [line["event"] for line in lines] == ["mutation", "cut"]
+            assert int(lines[-1]["time"]) > times[-1]

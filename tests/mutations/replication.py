@@ -233,6 +233,30 @@ REPLICATION = (
         ("test_master",),
     ),
     Mutation(
+        "commits-while-a-cut-is-drawn",
+        "            self._watermarks.held = set()\n",
+        "            pass\n",
+        ("test_cut_member",),
+    ),
+    Mutation(
+        "cut-covers-what-has-moved",
+        "    return is_served and drawn == now\n",
+        "    return True\n",
+        ("test_cut",),
+    ),
+    Mutation(
+        "cut-before-all-sessions-are-there",
+        "        if not at or len(at) < len(source.following):\n",
+        "        if not at:\n",
+        ("test_consumer_cuts",),
+    ),
+    Mutation(
+        "restart-forgets-what-is-closed",
+        "            close_time(engine, read_closed(data_dir))\n",
+        "            read_closed(data_dir)\n",
+        ("test_consumer_cuts",),
+    ),
+    Mutation(
         "cut-off-before-it-is-answered",
         "        self._depose((vb_id,), why)\n        mastership = self.masterships.pop(vb_id)",
         "        mastership = self.masterships.pop(vb_id)",

@@ -138,6 +138,7 @@ class Engine:
         """The time of the operations of this batch, as a CAS has it: without the lowest 16 bits."""
         self.now_s = 0  # Unix time of this batch of operations
         self.first_open_ns = 0  # the lowest time that is not closed: `now_ns` is never below
+        self.closed_max = 0  # the highest time that may be closed: a restart begins above it
 
     @property
     def cas_max(self) -> int:

@@ -3,7 +3,8 @@ it with, or is listed as not read. Changes nothing.
 
 Called by `dcp.server.check.verify`, which holds the folder's lock.
 
-    users.json, cluster.json, map.json, seen.json, backups.json, scrub.json  as at a start
+    users.json, cluster.json, map.json, seen.json, backups.json, scrub.json,
+    closed.json                                as at a start
     discarded/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
     others                                     listed, with the reason why nothing is read
 """
@@ -37,6 +38,7 @@ from dcp.server.cluster.receipt_files import (
 )
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
 from dcp.server.operate.backup_reports import BACKUPS_FILE, read_backups
+from dcp.server.storage.closed_times import CLOSED_FILE, read_closed
 from dcp.server.storage.folder import (
     CLUSTER_FILE,
     LOCK_NAME,
@@ -160,6 +162,7 @@ _READERS: Final[dict[str, Callable[[Path], object]]] = {
     SEEN_FILE: _read_seen,
     BACKUPS_FILE: read_backups,
     SCRUB_FILE: read_scrub,
+    CLOSED_FILE: read_closed,
 }
 
 

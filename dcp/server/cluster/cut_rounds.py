@@ -28,6 +28,7 @@ from dcp.server.net.cut_timer import CutTimer
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Tasks
+from dcp.server.storage.closed_times import ClosedTimes
 from dcp.session.nodes.cut_command import CutAnswer, What, pack_ask, read_cut_answer
 from dcp.stream.hub import StreamHub
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError
@@ -105,11 +106,12 @@ class CutRounds(CutTimer):
         replicated: ReplicatedNode,
         engine: Engine,
         hub: StreamHub,
+        closed: ClosedTimes,
         tls: LinkTls | None,
         tasks: Tasks,
         log: EventLog,
     ) -> None:
-        super().__init__(engine, hub)
+        super().__init__(engine, hub, closed)
         self._replicated = replicated
         self._engine = engine
         self._tls = tls

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Final
 
+from dcp.server.storage.closed_times import ClosedTimes
 from dcp.stream.hub import StreamHub
 from vbucket.engine.cut import draw_cut
 from vbucket.engine.engine import Engine
@@ -17,20 +18,27 @@ CUT_S: Final = 0.1
 class CutTimer:
     """See the module. Lives on one event loop."""
 
-    def __init__(self, engine: Engine, hub: StreamHub) -> None:
+    def __init__(self, engine: Engine, hub: StreamHub, closed: ClosedTimes) -> None:
         self._engine = engine
         self.hub = hub
+        self._closed = closed
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Draw a cut if it is wanted, and again and again until `stop`."""
         self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
+        if self.hub.cutting:
+            self._closed.reserve()
         self.draw()
 
     def draw(self) -> None:
         """Draw a cut of this node, if it is wanted."""
-        if self.hub.cutting:
-            cut = draw_cut(self._engine, time.time_ns())
+        if not self.hub.cutting:
+            return
+        now_ns = time.time_ns()
+        self._engine.begin_batch(now_ns)
+        if self._engine.now_ns | 0xFFFF <= self._engine.closed_max:
+            cut = draw_cut(self._engine, now_ns)
             for follower in self.hub.cutting:
                 follower.begin_cut(cut)
 

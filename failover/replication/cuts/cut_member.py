@@ -62,6 +62,8 @@ class CutMember:
         why = self.why_never
         if not why and not self._hub.cutting:
             why = "nobody follows cuts here"
+        if not why and ask.time > self._engine.closed_max:
+            why = "its disk does not say yet that so late a time may be closed"
         why = why or why_not_drawn(
             ask, self._held, first_open=self._engine.first_open_ns, own_clock_ns=clock_ns,
             is_led_by=self.led_by,
