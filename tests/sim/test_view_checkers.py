@@ -12,6 +12,7 @@ from sim.facts import (
     AfterCut,
     Batch,
     CutHeld,
+    Excuse,
     Facts,
     HashesRead,
     Kind,
@@ -189,6 +190,12 @@ class TestBatches:
         assert "a part of" in self.problems(part, Outcome.AMBIGUOUS, b"1", b"3")[0]
         assert "was refused" in self.problems(part, Outcome.REFUSED, b"1", b"2")[0]
         assert self.problems(part, Outcome.OK, b"3", b"4")
+
+    def test_a_branch_may_undo_what_was_not_committed(self, part: Part) -> None:
+        batch = Batch("b", [written(part, b"k", b"1", 1, 2, 1)])
+        batch.outcome = Outcome.OK
+        assert batches.torn([batch], part.ledger, [])
+        assert batches.torn([batch], part.ledger, [Excuse(1, 0, 0, "branch")]) == []
 
 
 class TestCuts:
