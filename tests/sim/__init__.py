@@ -23,9 +23,11 @@ network, the clocks and the disks are simulated, and they fail in every way that
     kv_client  clients that read and write over real frames
     kv_link    their connections
     workload   what they ask for
+    prober     a client that scans, reads hashes, and changes documents in batches
     routing    where the nodes are
     consumer   consumers with checkpoints
     facts      what happened, as data
+    ledger     all that was ever committed
     checkers   rules over these facts
     checks     all of them by name, and their rules in words
     moments    what happened, as a story tells it

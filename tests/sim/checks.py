@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from sim.checkers import (
+    batches,
+    cuts,
     expiries,
     histories,
     linearizable,
     liveness,
     membership,
     replica_reads,
+    shown,
     streams,
 )
 from sim.facts import Excuse, Facts, Operation
@@ -53,6 +56,12 @@ RULES: Final = {
     "expiry": "A document that has expired does not come back.",
     "replica reads": "What a replica answers was committed.",
     "rollbacks due": "A consumer that has what is not in history any more is sent back.",
+    "cuts": "At a cut, a consumer holds one state of the store: what was answered before something"
+    " in it began is in it, too, documents are those of that moment, and what follows is later.",
+    "scans": "A scan shows a partition as it was at one moment, with all that was answered before.",
+    "hashes": "Hashes and keys are those of all documents at the seqno that is told with them.",
+    "repairs": "What a copy may take of another one is what it had itself.",
+    "batches": "Of a batch, all changes are made, or none.",
     "receipts": "What an unclean election loses is in a receipt and in a discard file.",
     "same documents": "At rest, every consumer has the documents of the masters.",
     "liveness": "Once the faults are over, every operation gets a real answer.",
@@ -100,6 +109,11 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
         "rollbacks due",
         histories.not_rolled_back(facts.streamed, facts.rolled_back, facts.begun, facts.final),
     )
+    found += named("cuts", cuts.broken(facts, has_one_clock="clock_jump" not in plan.faults))
+    found += named("scans", shown.scans(facts.scans, facts.ledger))
+    found += named("hashes", shown.hashes(facts.hashes, facts.read_by_seqno, facts.ledger))
+    found += named("repairs", shown.repairs(facts.repairs))
+    found += named("batches", batches.torn(facts.batches, facts.ledger, facts.excuses))
     found += named(
         "answered writes",
         histories.lost_writes(facts.operations, facts.final, facts.excuses, failovers(facts, plan)),

@@ -151,6 +151,7 @@ class ClusterNode(SingleNode):
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
             replica_lag_max_ns=plan.lag_ns,
+            beat_ns=plan.beat_ns,
             unheard_ns=plan.unheard_ns,
             acknowledges_as_master=plan.acknowledge == "master",
             window_bytes=plan.window_bytes,

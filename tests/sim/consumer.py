@@ -13,13 +13,14 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import PartitionStreamState, Wanted
+from clients.consumer.streams import Closed, PartitionStreamState, Wanted
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
@@ -37,7 +38,8 @@ from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError
 from sim.dialing import Dial
-from sim.facts import Begun, Facts, Map, RolledBack, Streamed
+from sim.facts import AfterCut, Begun, CutHeld, Facts, Map, RolledBack, Streamed
+from sim.ledger import Log
 from sim.network import Network, Side
 from sim.plan import Plan
 from sim.routing import Routing
@@ -49,6 +51,8 @@ SILENCE_NS: Final = 2 * int(NOOP_INTERVAL_S * SECOND)
 DIAL_NS: Final = 400 * MS
 LOOK_NS: Final = 50 * MS
 """How often a consumer looks for partitions that no connection follows."""
+META_BYTES: Final = 16
+"""Before each value, a mirror's store has its CAS and revision."""
 BUFFER_BYTES: Final = 32 << 10
 """Flow control window: small, so that acknowledgements matter."""
 
@@ -112,7 +116,8 @@ class ConsumerLink:
             ConsumerOptions(
                 buffer_bytes=consumer.buffer_bytes,
                 noop_interval_s=NOOP_INTERVAL_S,
-                from_replicas=bool(consumer.plan.from_replicas),
+                from_replicas=bool(consumer.plan.from_replicas) and not consumer.takes_cuts,
+                cuts=consumer.takes_cuts,
             ),
             has_collections=handshake.has_collections,
             collections=() if consumer.plan.collection_keys else DEFAULT_ONLY,
@@ -167,6 +172,11 @@ class ConsumerLink:
         self._has_heard = True
         batch = core.receive(data, self._now_ns)
         self._consumer.take(batch)
+        while batch.closed is not None and core.failure is None:
+            self._consumer.holds(batch.closed, self._side.name if self._side else "")
+            core.processed(batch)
+            batch = core.receive(b"", self._now_ns)
+            self._consumer.take(batch)
         if core.failure is not None:
             consumer = self._consumer
             if isinstance(core.failure, StreamViolationError | ProtocolError):
@@ -192,8 +202,16 @@ class SimConsumer:
     """See the module."""
 
     def __init__(
-        self, network: Network, name: str, plan: Plan, facts: Facts, routing: Routing
+        self,
+        network: Network,
+        name: str,
+        plan: Plan,
+        facts: Facts,
+        routing: Routing,
+        *,
+        takes_cuts: bool = False,
     ) -> None:
+        self.takes_cuts = takes_cuts
         self.network = network
         self.name = name
         self.plan = plan
@@ -207,8 +225,11 @@ class SimConsumer:
         self._saved: Saved = (encode_checkpoint({}), {}, {})
         self._store = MemoryStore()
         self._validator = StreamValidator()
-        self._versions: dict[int, int] = {}
-        """The version of each partition's open stream."""
+        self._versions: dict[int, Log] = {}
+        """The failover log of each partition's open stream."""
+        self._at_cut: dict[int, tuple[Log, int]] = {}
+        """Where it was at the last cut, and has not been sent back since."""
+        self._cut_time = 0
 
     def begin(self) -> None:
         """Start, at first or after a crash, from what was saved."""
@@ -218,6 +239,7 @@ class SimConsumer:
         self._store = MemoryStore()
         self._store._documents = {vb_id: dict(held) for vb_id, held in documents.items()}
         self._store._journals = {vb_id: journal.copy() for vb_id, journal in journals.items()}
+        self._at_cut = {}
         self._validator = StreamValidator()
         self._validator.begin(
             {vb_id: self.positions.get(vb_id, Position()) for vb_id in range(self.plan.partitions)}
@@ -278,16 +300,19 @@ class SimConsumer:
     def _note(self, event: Event, newest: dict[int, int]) -> None:
         """Record what an event tells; `newest` has the last change of each partition."""
         vb_id = event.vb_id
+        if self._at_cut and isinstance(event, Mutation | Deletion):
+            self._look_back(event)
         match event:
             case Mutation() | Deletion() | SeqnoAdvanced() | SystemEvent():
                 newest[vb_id] = event.seqno
             case StreamOpened():
                 if vb_id in newest:
                     self._received(vb_id, newest.pop(vb_id))
-                self._versions[vb_id] = event.failover_log[0][0]
+                self._versions[vb_id] = tuple(event.failover_log)
             case Rollback():
                 if vb_id in newest:
                     self._received(vb_id, newest.pop(vb_id))
+                self._at_cut.pop(vb_id, None)
                 now_ns = self.network.world.now_ns
                 self.facts.rolled_back.append(
                     RolledBack(now_ns, self.name, vb_id, event.from_seqno, event.to_seqno)
@@ -311,8 +336,48 @@ class SimConsumer:
         return [event]
 
     def _received(self, vb_id: int, seqno: int) -> None:
-        now_ns, uuid = self.network.world.now_ns, self._versions[vb_id]
+        now_ns, uuid = self.network.world.now_ns, self._versions[vb_id][0][0]
         self.facts.streamed.append(Streamed(now_ns, self.name, vb_id, uuid, seqno))
+
+    # -- cuts --------------------------------------------------------------------------------------
+
+    def holds(self, closed: Closed, connection: str) -> None:
+        """It holds a cut in the partitions that have reached it."""
+        before = self._at_cut
+        positions = {
+            vb_id: (self._versions[vb_id], self.seqno(vb_id)) for vb_id in sorted(closed.vb_ids)
+        }
+        documents = {
+            vb_id: {key: held[META_BYTES:] for key, held in self._held(vb_id)}
+            for vb_id, position in positions.items()
+            if before.get(vb_id) != position
+        }
+        self._at_cut, self._cut_time = dict(positions), closed.time
+        self.facts.cuts.append(
+            CutHeld(
+                self.network.world.now_ns, self.name, connection, closed.time, positions, documents
+            )
+        )
+
+    def _held(self, vb_id: int) -> Iterable[tuple[bytes, bytes]]:
+        return self._store._documents.get(vb_id, {}).items()
+
+    def _look_back(self, event: Mutation | Deletion) -> None:
+        """Note a change that comes after a cut with a CAS that does not."""
+        at_cut = self._at_cut.get(event.vb_id)
+        if at_cut is not None and event.seqno > at_cut[1] and event.cas <= self._cut_time:
+            now_ns = self.network.world.now_ns
+            self.facts.after_cuts.append(
+                AfterCut(
+                    now_ns,
+                    self.name,
+                    event.vb_id,
+                    bytes(event.key),
+                    event.seqno,
+                    event.cas,
+                    self._cut_time,
+                )
+            )
 
     # -- at rest -----------------------------------------------------------------------------------
 

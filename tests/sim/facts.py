@@ -9,7 +9,9 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+from dcp.wire.hash_reads import KeyVersion, SentDocument
 from failover.replication.receipt import CutOff, ElectionLoss
+from sim.ledger import Ledger, Log
 
 
 class Kind(Enum):
@@ -140,6 +142,79 @@ class Operation:
         if self.seqno:
             text += f" vb {self.vb_id} version {self.vb_uuid:x} seqno {self.seqno}"
         return text
+
+
+class Batch:
+    """Changes that are made together, or not at all. `outcome` is None while it is under way."""
+
+    __slots__ = ("name", "operations", "outcome")
+
+    def __init__(self, name: str, operations: list[Operation]) -> None:
+        self.name = name
+        self.operations = operations
+        self.outcome: Outcome | None = None
+
+
+class Scanned(NamedTuple):
+    """A scan of the default collection in a partition, made between two times."""
+
+    began_ns: int
+    created_ns: int
+    client: str
+    vb_id: int
+    documents: dict[bytes, tuple[int, int, int, bytes]]
+    """Key -> expiry, seqno, CAS, value."""
+
+
+class HashesRead(NamedTuple):
+    """An answer to X_READ_HASHES: one sum over all documents, or all keys."""
+
+    began_ns: int
+    ended_ns: int
+    client: str
+    vb_id: int
+    vb_uuid: int
+    seqno: int
+    documents: int
+    sums: bytes
+    versions: list[KeyVersion] | None
+    """None: it was about the sum."""
+
+
+class CutHeld(NamedTuple):
+    """A consumer was told that it holds a cut."""
+
+    at_ns: int
+    consumer: str
+    connection: str
+    time: int
+    positions: dict[int, tuple[Log, int]]
+    """Partition -> failover log of its stream, seqno."""
+    documents: dict[int, dict[bytes, bytes]]
+    """Of the partitions whose position has changed since the cut before."""
+
+
+class Repair(NamedTuple):
+    """A copy may take versions of another one. Seqno -> key, CAS."""
+
+    at_ns: int
+    node: str
+    source: str
+    vb_id: int
+    own: dict[int, tuple[bytes, int]]
+    taken: dict[int, tuple[bytes, int]]
+
+
+class AfterCut(NamedTuple):
+    """A consumer received a change that comes after a cut, though its CAS does not."""
+
+    at_ns: int
+    consumer: str
+    vb_id: int
+    key: bytes
+    seqno: int
+    cas: int
+    time: int
 
 
 class Committed(NamedTuple):
@@ -335,6 +410,16 @@ class Facts:
         self.lost_folders: list[LostFolder] = []
         self.snapshots: set[tuple[str, int, int]] = set()
         """Node, partition and end of the snapshots of which a replica had a part."""
+        self.ledger = Ledger()
+        """Of runs with probers, or consumers that ask for cuts."""
+        self.scans: list[Scanned] = []
+        self.hashes: list[HashesRead] = []
+        self.read_by_seqno: list[tuple[int, int, SentDocument]] = []
+        """Partition, version, and what was answered for a seqno."""
+        self.batches: list[Batch] = []
+        self.repairs: list[Repair] = []
+        self.cuts: list[CutHeld] = []
+        self.after_cuts: list[AfterCut] = []
         self.works_ns = 0
         """From here on, every operation must be answered."""
         self.problems: list[str] = []

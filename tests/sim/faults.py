@@ -22,6 +22,9 @@ from sim.machine import Machine
 from sim.network import Network
 from sim.plan import Plan
 from sim.world import MS, SECOND, World
+from vbucket.check.store_check import StoreCheck
+from vbucket.log.record import written_bytes
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 Mend = Callable[[], None]
 
@@ -50,6 +53,10 @@ LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
 STALL_NS = 1500 * MS
 POINTS_MAX = 12
 """A process ends at one of its next writes, syncs, renames or commits, at most so many ahead."""
+NEAR_THE_END_BYTES = 2048
+"""Where the newest segment rots: groups that were answered just now."""
+FORGOTTEN_MAX = 5
+"""Commits that a store forgets."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
@@ -428,22 +435,89 @@ def bit_rot(faults: Faults) -> Mend | None:
     machine, world = faults.running(), faults.world
     if machine is None or machine.host.is_paused:
         return None
-    segments = sorted(name for name in machine.disk.names() if name.endswith(".log"))[:-1]
+    segments = _segments(machine)[:-1]
     if not segments:
         return None
     machine.kill()
     mend_disk = machine.disk.rot(segments[world.below(len(segments))], world.draw)
-    machine.start()
-    if machine.refusals:
-        machine.refusals.clear()
-        controls = faults.stage.controls
-        if controls is not None and controls.may_lose_folder(machine.name):
-            machine.lose_folder()
-        else:
-            mend_disk()
-    else:
+    if not _start_or_mend(faults, machine, mend_disk):
         mend_disk()
     return faults.starter([machine])
+
+
+def newest_rot(faults: Faults) -> Mend | None:
+    """A sector of the newest segment of the log is not what was written. The process restarts: it
+    names that, or the sector is behind the end.
+    """
+    machine = faults.running()
+    if machine is None or machine.host.is_paused or not (segments := _segments(machine)):
+        return None
+    machine.kill()
+    end = written_bytes(machine.disk.read(segments[-1]))
+    within = max(0, end - NEAR_THE_END_BYTES), max(1, end)
+    mend_disk = machine.disk.rot(segments[-1], faults.world.draw, within=within)
+    _start_or_mend(faults, machine, mend_disk)
+    return faults.starter([machine])
+
+
+def store_forgets_commits(faults: Faults) -> Mend | None:
+    """A machine loses power, and its store lacks some commits that were on disk, as it was told.
+    The log has the same changes still, or the process names what is missing.
+    """
+    machine, world = faults.running(), faults.world
+    if machine is None:
+        return None
+    machine.cut_power(SHARES[world.below(len(SHARES))])
+    _start_or_mend(faults, machine, machine.env.forget(1 + world.below(FORGOTTEN_MAX)))
+    return faults.starter([machine])
+
+
+def store_rot(faults: Faults) -> Mend | None:
+    """A bit of a version or of a key's record in the store is wrong. The check names it, and it is
+    mended before the process starts again.
+    """
+    machine, world = faults.running(), faults.world
+    if machine is None or machine.host.is_paused:
+        return None
+    assert machine.node is not None
+    machine.kill()
+    table = (BY_SEQNO_TABLE, BY_KEY_TABLE)[world.below(2)]
+    if (mend_store := machine.env.rot(table, world.draw)) is not None:
+        if not findings(machine, faults.stage.plan.partitions):
+            faults.stage.facts.problems.append(
+                f"{machine.name}: a wrong bit in the table {table} of the store is not named"
+            )
+        mend_store()
+    return faults.starter([machine])
+
+
+def findings(machine: Machine, partitions: int) -> list[str]:
+    """Return what `verify` finds in a machine's folder, whose process is down."""
+    device = machine.open_device()
+    check = StoreCheck(
+        machine.env.snapshot(), device.segments(), device.read, vb_ids=range(partitions)
+    )
+    return [finding.line() for finding in check.findings() if not finding.is_harmless]
+
+
+def _segments(machine: Machine) -> list[str]:
+    return sorted(name for name in machine.disk.names() if name.endswith(".log"))
+
+
+def _start_or_mend(faults: Faults, machine: Machine, mend_disk: Mend) -> bool:
+    """Start a process on a disk with damage. If it names that, the folder is given up, or the disk
+    is mended. Return whether it did.
+    """
+    machine.start()
+    if not machine.refusals:
+        return False
+    machine.refusals.clear()
+    controls = faults.stage.controls
+    if controls is not None and controls.may_lose_folder(machine.name):
+        machine.lose_folder()
+    else:
+        mend_disk()
+    return True
 
 
 def _inside(*, has_power: bool) -> Fault:
@@ -564,6 +638,8 @@ FAULTS: dict[str, Fault] = {
     "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
     "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
     "collections": collections, "bit_rot": bit_rot, "disk_stalls": disk_stalls,
+    "newest_rot": newest_rot, "store_forgets_commits": store_forgets_commits,
+    "store_rot": store_rot,
     "crash_inside": _inside(has_power=True), "power_cut_inside": _inside(has_power=False),
     "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,
     **cluster_faults.FAULTS,

@@ -58,6 +58,7 @@ class KvLink:
         on_lost: Callable[[str], None],
         *,
         keeps_dialing: bool = True,
+        features: tuple[int, ...] = CLIENT_FEATURES,
     ) -> None:
         self.name = f"{host.name}>{node}"
         self.timeout_ns = timeout_ns
@@ -66,6 +67,7 @@ class KvLink:
         self._node = node
         self._on_lost = on_lost
         self._keeps_dialing = keeps_dialing
+        self._features = features
         self._side: Side | None = None
         self._dial: Dial | None = None
         self._decoder = FrameDecoder()
@@ -92,7 +94,7 @@ class KvLink:
     def _connect(self) -> None:
         if self._dial is None and not self._is_redial_due:
             self._dial = Dial(
-                self._network, self._host, self._node, CLIENT_FEATURES, self.timeout_ns,
+                self._network, self._host, self._node, self._features, self.timeout_ns,
                 self._ready, self._failed,
             )  # fmt: skip
 

@@ -35,9 +35,10 @@ from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
 from vbucket.check.store_check import StoreCheck
+from vbucket.engine.cut import draw_cut
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import BranchRefusedError, Hold, Partition
+from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState
 from vbucket.engine.read_view import Views
 from vbucket.engine.recovery.startup import Startup, recover_node
 from vbucket.log.device import (
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 
 _SEQNO = Struct(">Q")
 _TWO_NUMBERS = Struct(">QQ")
-TICK_NS = 100 * MS
-"""How often NOOPs and marks are looked after."""
+TICK_NS = CUT_NS = 100 * MS
+"""How often NOOPs and marks are looked after, and cuts are drawn."""
 LISTEN_NS = 30 * MS
 """How long a start takes before the port is open."""
 ROOM_RETRY_NS = 50 * MS
@@ -188,6 +189,8 @@ class SingleNode:
         self._record_masterships()
         self.host.after(LISTEN_NS, self._listen)
         self.host.after(TICK_NS, self._tick)
+        if plan.cut_consumers:
+            self.host.after(CUT_NS, self._draw_cut)
 
     replication: ReplicationPort | None = None
     device_type: type[FileLogDevice] = FileLogDevice
@@ -235,6 +238,7 @@ class SingleNode:
         record.committed.append(
             Committed(now_ns, self.name, part.vb_id, part.vb_uuid, part.committed_seqno)
         )
+        self._enter(part)
 
     def _listen(self) -> None:
         """Begin to write, and open the port. Without room for a segment, serve reads only."""
@@ -337,6 +341,12 @@ class SingleNode:
         for vb_id in vb_ids:
             part = self.engine.partitions[vb_id]
             record(Committed(now_ns, self.name, vb_id, part.vb_uuid, part.committed_seqno))
+            self._enter(part)
+
+    def _enter(self, part: Partition) -> None:
+        is_wanted = self._plan.probers or self._plan.cut_consumers
+        if is_wanted and part.state in {VbState.ACTIVE, VbState.FENCED}:
+            self._record.ledger.committed(self._world.now_ns, part, self.engine.versions)
 
     # -- time and the end --------------------------------------------------------------------------
 
@@ -351,6 +361,14 @@ class SingleNode:
             self._die()
             return
         self.host.after(TICK_NS, self._tick)
+
+    def _draw_cut(self) -> None:
+        """See `dcp.server.net.cut_timer`."""
+        self.host.after(CUT_NS, self._draw_cut)
+        if self.hub.cutting:
+            cut = draw_cut(self.engine, self.clock.wall_ns())
+            for follower in self.hub.cutting:
+                follower.begin_cut(cut)
 
     def _expire(self) -> None:
         """Let what is due expire, though nobody asks for it."""

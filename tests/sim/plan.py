@@ -25,6 +25,8 @@ NETWORK_FAULTS = (
 )  # fmt: skip
 WIDE_FAULTS = ("disk_stalls", "crash_inside", "power_cut_inside", "bit_rot")
 """Faults that one seed in two may have in addition (`widened`)."""
+DISK_FAULTS = ("newest_rot", "store_forgets_commits", "store_rot")
+"""Faults that plans with probers may have in addition (`probed`)."""
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
@@ -149,6 +151,12 @@ class Plan(NamedTuple):
     """1:  consumers read from copies that are not masters, where they can."""
     late_consumers: int = 0
     """Consumers that begin at 0 when load and faults are over."""
+    probers: int = 0
+    """Clients that scan, read hashes, and change documents in batches (`sim.prober`)."""
+    cut_consumers: int = 0
+    """Consumers that ask for consistent cuts."""
+    beat_ns: int = 100 * MS
+    """Time between heartbeats."""
     lag_ns: int = 1000 * MS
     """`replica_lag_max`."""
     unheard_ns: int = 600 * MS
@@ -208,6 +216,25 @@ def widened(plan: Plan, draw: random.Random) -> Plan:
         commit_timeout_ns=draw.choice((1000, 2000, 2000, 4000)) * MS,
         lease_s=(lease_s := draw.choice((2, 3, 3, 4))),
         grace_ns=plan.grace_ns + (plan.nodes > 1) * max(0, lease_s - LEASE_TTL_S) * SECOND,
+    )
+
+
+def probed(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with somebody who looks at many documents at once, and with other heartbeats.
+    Two seeds in three stay as they are. `draw` is a source of its own.
+    """
+    if draw.random() < 0.65:
+        return plan
+    probers = draw.choice((1, 1, 2))
+    faults = [name for name in DISK_FAULTS if draw.random() < 0.4]
+    if plan.acts and draw.random() < 0.7:
+        faults = []  # they spoil most acts
+    return plan._replace(
+        faults=(*plan.faults, *faults),
+        # What a master answers alone may be committed later, or never.
+        probers=probers if plan.acknowledge == "committed" else 0,
+        cut_consumers=draw.choice((1, 1, 2)) if plan.nodes == 1 else 0,
+        beat_ns=draw.choice((50, 100, 100, plan.unheard_ns // MS // 4)) * MS,
     )
 
 

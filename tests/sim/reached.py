@@ -41,6 +41,11 @@ _BY_CAUSE: Final = {
     "branch": "rollbacks of a consumer after a branch",
     "unclean": "rollbacks of a consumer after an unclean election",
 }
+OF_VIEWS: Final = (
+    "scans", "scans with changes under way", "hashes read", "repairs", "batches made",
+    "batches refused", "batches without an answer", "cuts", "cuts after a rollback",
+)  # fmt: skip
+"""What probers and consumers that ask for cuts reach. Batches and cuts are of a node alone."""
 OF_CLUSTERS: Final = (
     *_COUNTED.values(),
     "elections after a clock jump",
@@ -53,8 +58,10 @@ OF_CLUSTERS: Final = (
     "receipts",
     "operations refused",
     "writes without an answer",
+    *OF_VIEWS[:4],
 )
-"""All counts. Those of single nodes are among them."""
+"""All counts of clusters."""
+ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[4:])
 WANTED: Final = frozenset(OF_CLUSTERS)
 """What seeds of clusters have to reach."""
 _READS: Final = frozenset({Kind.GET})
@@ -90,7 +97,32 @@ def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> 
     )
     found["operations refused"] = outcomes[Outcome.REFUSED]
     found["writes without an answer"] = outcomes[Outcome.AMBIGUOUS]
-    return {name: found[name] for name in OF_CLUSTERS if found[name]}
+    found += _views(facts)
+    return {name: found[name] for name in ALL if found[name]}
+
+
+def _views(facts: Facts) -> Counter[str]:
+    """Count what was seen of many documents at once."""
+    sent_back = {event.consumer: event.at_ns for event in reversed(facts.rolled_back)}
+    of_batches = Counter(batch.outcome for batch in facts.batches)
+    return Counter(
+        {
+            "scans": len(facts.scans),
+            "scans with changes under way": sum(
+                facts.ledger.has_moved(scan.vb_id, scan.began_ns, scan.created_ns)
+                for scan in facts.scans
+            ),
+            "hashes read": len(facts.hashes),
+            "repairs": len(facts.repairs),
+            "batches made": of_batches[Outcome.OK],
+            "batches refused": of_batches[Outcome.REFUSED],
+            "batches without an answer": of_batches[Outcome.AMBIGUOUS],
+            "cuts": len(facts.cuts),
+            "cuts after a rollback": sum(
+                cut.at_ns > sent_back.get(cut.consumer, cut.at_ns) for cut in facts.cuts
+            ),
+        }
+    )
 
 
 def _snapshots_at_a_death(moments: Iterable[Moment]) -> int:
@@ -160,7 +192,7 @@ def _causes(event: RolledBack, excuses: Iterable[Excuse]) -> set[str]:
 
 def table(found: Counter[str]) -> str:
     """Return what was reached, and what was not, for people."""
-    lines = [f"  {found[name]:8,}  {name}" for name in OF_CLUSTERS if found[name]]
+    lines = [f"  {found[name]:8,}  {name}" for name in ALL if found[name]]
     missing = [name for name in OF_CLUSTERS if not found[name]]
     if missing:
         lines.append(f"  never: {', '.join(missing)}")

@@ -28,7 +28,8 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, changed, drawn, widened
+from sim.plan import Plan, about_elections, changed, drawn, probed, widened
+from sim.prober import Prober
 from sim.quarantine import kept
 from sim.reached import reached
 from sim.replicated import ReplicatedNodes
@@ -106,6 +107,7 @@ class Simulation:
             )  # fmt: skip
         if plan is None:
             self.plan = widened(self.plan, random.Random(f"{seed} wide"))
+            self.plan = probed(self.plan, random.Random(f"{seed} probed"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
         self._forever = options.forever
@@ -135,6 +137,20 @@ class Simulation:
         ]
         self.reader = self._client("reader")
         self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
+        self.consumers += [
+            SimConsumer(
+                self.network, f"x{number}", plan, self.facts, self._cluster.routing(),
+                takes_cuts=True,
+            )
+            for number in range(1, plan.cut_consumers + 1)
+        ]  # fmt: skip
+        self._probers = [
+            Prober(
+                self.network, f"p{number}", plan, self.facts, self._cluster.routing(),
+                self.machines,
+            )
+            for number in range(1, plan.probers + 1)
+        ]  # fmt: skip
         self.faults = Faults(self)
         self._dead: Machine | None = None
         """The node that never comes back."""
@@ -163,7 +179,7 @@ class Simulation:
         self._start_machines()
         if self.plan.waits_for_masters:
             self._wait(self._are_all_served, "a partition has no master")
-        for client in self.clients:
+        for client in (*self.clients, *self._probers):
             client.begin()
         for consumer in self.consumers:
             consumer.begin()
@@ -188,6 +204,8 @@ class Simulation:
         self.faults.end()
         self._cluster.mend()
         self._start_machines()
+        for prober in self._probers:
+            prober.stop()
         for client in self.clients:
             client.stop()
             client.caller.timeout_ns = CALM_TIMEOUT_NS
@@ -196,13 +214,13 @@ class Simulation:
         if self._forever and not facts.problems:
             self._break_for_good()
         facts.works_ns = world.now_ns
-        for client in self.clients:
+        for client in (*self.clients, *self._probers):
             client.begin()
         for number in range(1, self.plan.late_consumers + 1):
             self.consumers.append(self._consumer(f"late{number}"))
             self.consumers[-1].begin()
         world.run_until(world.now_ns + self.plan.calm_ns)
-        for client in self.clients:
+        for client in (*self.clients, *self._probers):
             client.stop()
         self._wait(self._are_clients_idle, "clients wait for answers")
         self.reader.caller.timeout_ns = CALM_TIMEOUT_NS

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ FOUND_BY = {
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),
-    "old-copy-counts": (140, "in the in-sync set"),
+    "old-copy-counts": (214, "in the in-sync set"),
     "fenced-are-told": (2, "has another change with seqno"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
@@ -66,8 +67,9 @@ with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
 """
 
 
+@cache
 def passing(seed: int, options: Options) -> Report:
-    """Run a seed that has to pass, and count what it has reached."""
+    """Run a seed that has to pass, and count what it has reached. Each runs once."""
     report = run_seed(seed, options)
     assert report.violations == [], replay_command(seed, options)
     REACHED.update(report.reached)
@@ -141,7 +143,7 @@ def test_a_bug_of_replication_that_is_put_in_is_found(bug: str) -> None:
     options = Options(nodes=nodes, act=CLUSTER_BUGS[bug].act)
     violations = run_seed(seed, options._replace(bug=bug)).violations
     assert any(words in violation for violation in violations), violations
-    assert run_seed(seed, options).violations == [], "without the bug it passes"
+    passing(seed, options)  # without the bug
 
 
 def test_every_bug_is_found() -> None:

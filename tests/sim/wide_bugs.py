@@ -21,6 +21,7 @@ from failover.rules import rollback
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Decision, Question, RollbackKind
 from sim.planting import ClusterBug, Replaced
+from sim.view_bugs import VIEW_BUGS
 from vbucket.engine import engine as engine_module
 from vbucket.engine.documents import read_modify_write
 from vbucket.engine.documents.expiry import Pager
@@ -325,5 +326,6 @@ WIDE_BUGS: Final[dict[str, ClusterBug]] = {
         "a write that was not committed in time is answered with success",
         (Replaced(answer_marks, "AMBIGUOUS", Status.OK),),
     ),
+    **VIEW_BUGS,
 }  # fmt: skip
 """Name -> the bug."""

@@ -124,6 +124,10 @@ class Workload:
             operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
         return operation
 
+    def cas_of(self, key: bytes) -> int:
+        """Return the CAS that the client saw last of a key; 0: none."""
+        return self._cas.get(key, 0)
+
     def learned(self, operation: Operation) -> None:
         """Keep the CAS of an answer."""
         if operation.cas:

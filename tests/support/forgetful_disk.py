@@ -25,11 +25,13 @@ import os
 import random
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -151,6 +153,8 @@ def new_disk(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 SECTOR_BYTES = 512
+EARLIER_COMMITS = 6
+"""How many commits of the store can be forgotten."""
 BLOCK_BYTES = 4096
 
 
@@ -286,13 +290,16 @@ class ForgetfulDisk:
         disk._durable_names = dict(disk._names)
         return disk
 
-    def rot(self, name: str, draw: random.Random) -> Callable[[], None]:
-        """Let a sector of a file be another one than was written: a bit is wrong, the write was
-        lost, or another one came here. Return what mends it.
+    def rot(
+        self, name: str, draw: random.Random, *, within: tuple[int, int] | None = None
+    ) -> Callable[[], None]:
+        """Let a sector of a file, or of a part of it, be another one than was written: a bit is
+        wrong, the write was lost, or another one came here. Return what mends it.
         """
         file = self._names[name]
         before = bytes(file.current), bytes(file.durable)
-        at = draw.randrange(max(1, len(file.current))) // SECTOR_BYTES * SECTOR_BYTES
+        first, stop = within or (0, max(1, len(file.current)))
+        at = draw.randrange(first, stop) // SECTOR_BYTES * SECTOR_BYTES
         sector = bytes(file.current[at : at + SECTOR_BYTES])
         kind = draw.randrange(3)
         if kind == 0 and sector:
@@ -408,12 +415,39 @@ class ForgetfulEnv(MemoryEnv):
         super().__init__(tables)
         self._power = power
         self._in_flight = self.tables
+        self._earlier: deque[dict[str, Any]] = deque(maxlen=EARLIER_COMMITS)
+
+    def forget(self, commits: int) -> Callable[[], None]:
+        """Lose the last commits, as a disk that says too early that something is on it. Return what
+        mends that.
+        """
+        before = self.tables
+        if self._earlier:
+            self.tables = self._in_flight = self._earlier[-min(commits, len(self._earlier))]
+        return partial(self._put_back, before)
+
+    def rot(self, table: str, draw: random.Random) -> Callable[[], None] | None:
+        """Change a bit of a value. Return what mends it; None: the table is empty."""
+        before = self.tables
+        if not before[table]:
+            return None
+        rows = before[table].copy()
+        key = rows.peekitem(draw.randrange(len(rows)))[0]
+        value, bit = bytearray(rows[key]), draw.randrange(8 * len(rows[key]))
+        value[bit // 8] ^= 1 << bit % 8
+        rows[key] = bytes(value)
+        self.tables = self._in_flight = before | {table: rows}
+        return partial(self._put_back, before)
+
+    def _put_back(self, tables: dict[str, Any]) -> None:
+        self.tables = self._in_flight = tables
 
     def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulEnv:
         """Return what a power cut leaves now."""
         env = ForgetfulEnv(power, list(self.tables))
         tables = self._in_flight if draw.random() < share else self.tables
         env.tables = env._in_flight = dict(tables)
+        env._earlier = self._earlier.copy()
         return env
 
     @contextmanager
@@ -422,6 +456,7 @@ class ForgetfulEnv(MemoryEnv):
         yield write
         self._in_flight = dict(write.tables)
         self._power.point("store commit")
+        self._earlier.append(self.tables)
         self.tables = self._in_flight
 
 

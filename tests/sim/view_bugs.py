@@ -1,0 +1,216 @@
+"""Faults of cuts, scans, hashes and batches that can be put in on purpose.
+
+Plans with probers, and with consumers that ask for cuts, reach them (`sim.plan.probed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from dcp.session.kv import batches as batch_commands
+from dcp.session.kv.hash_reads import HashReads
+from dcp.session.kv.scans import ScanCommands
+from dcp.session.state import SessionState
+from dcp.stream.active_stream import ActiveStream
+from dcp.stream.pending_cut import PendingCut
+from dcp.wire.frame import Frame
+from sim import node as node_module
+from sim import prober
+from sim.planting import ClusterBug, Replaced, all_replaced
+from vbucket.engine import cut as cut_module
+from vbucket.engine import hashes
+from vbucket.engine.cut import Cut
+from vbucket.engine.documents import batch as batch_module
+from vbucket.engine.documents.batch import BatchChange, apply_batch
+from vbucket.engine.engine import Engine, Outcome
+from vbucket.engine.read_view import ReadView
+from vbucket.log import recovery
+from vbucket.log.recovery import RecoveredGroup, Recovery
+from vbucket.native.key_hashes import KeyHashes, Row, RowForm
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+_draw_cut = cut_module.draw_cut
+
+
+def _cut_of_committed(engine: Engine, now_ns: int) -> Cut:
+    """A cut notes what is committed of each partition, and not what has a CAS by then."""
+    cut = _draw_cut(engine, now_ns)
+    return cut._replace(seqnos=[part.committed_seqno for part in engine.partitions])
+
+
+def _cut_above_all(engine: Engine, now_ns: int) -> Cut:
+    """A cut notes no end for the partition that has the most."""
+    cut = _draw_cut(engine, now_ns)
+    longest = max(cut.seqnos)
+    return cut._replace(seqnos=[seqno + 3 * (seqno == longest) for seqno in cut.seqnos])
+
+
+_reached_by = PendingCut.reached_by
+
+
+def _never_waits(cut: PendingCut, stream: ActiveStream) -> bool:
+    """A stream that has reached a cut goes on."""
+    _reached_by(cut, stream)
+    return False
+
+
+def _told_early(cut: PendingCut, drawn: Cut, streams: Any) -> None:
+    """A cut waits for one stream only."""
+    _pending_init(cut, drawn, streams)
+    cut.behind = set(sorted(cut.behind)[:1])
+
+
+_pending_init = PendingCut.__init__
+
+# -- scans -----------------------------------------------------------------------------------------
+
+_resolve = ReadView._resolve
+
+
+def _resolve_newest(view: ReadView, key: bytes, *, with_value: bool) -> Any:
+    """A view moves on with its partition."""
+    view.seqno = max(view.seqno, view._part.high_seqno)
+    return _resolve(view, key, with_value=with_value)
+
+
+_create = ScanCommands.create
+
+
+def _create_at_once(commands: ScanCommands, request: Frame) -> None:
+    """The answer to a scan's request does not wait until what it shows is committed."""
+    with all_replaced((Replaced(SessionState, "observes", lambda *_: None),)):
+        _create(commands, request)
+
+
+# -- hashes ----------------------------------------------------------------------------------------
+
+
+def _change_without_removed(
+    table: KeyHashes, _removed: list[Row], added: list[Row], form: RowForm
+) -> None:
+    """What a document was before stays in the sum."""
+    table.documents += table._add(added, form, 1)
+
+
+_rows_of = hashes._Work.rows_of
+
+
+def _rows_of_all_but_last(work: Any, keys: list[bytes]) -> list[Row]:
+    """The last key in memory is left out."""
+    return _rows_of(work, keys)[:-1]
+
+
+def _answer_at_once(reads: HashReads, request: Frame, extras: bytes, value: bytes) -> None:
+    """An answer does not wait until what it tells is committed."""
+    reads._state.answer(request, extras=extras, value=value)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def _apply_one_by_one(engine: Engine, changes: Sequence[BatchChange]) -> list[Outcome]:
+    """Each change of a batch is checked when those before it are made."""
+    made: list[Outcome] = []
+    for index, change in enumerate(changes):
+        try:
+            made += apply_batch(engine, [change])
+        except batch_module.BatchRefusedError as error:
+            raise batch_module.BatchRefusedError(index, error.status) from error
+    return made
+
+
+def _apply_without_last(engine: Engine, changes: Sequence[BatchChange]) -> list[Outcome]:
+    """The last change of a large batch is answered, and not made."""
+    if len(changes) < 3:
+        return apply_batch(engine, changes)
+    made = apply_batch(engine, changes[:-1])
+    last = engine.partitions[changes[-1].vb_id]
+    return [*made, (0, made[0][1], last.high_seqno)]
+
+
+# -- disks and copies ------------------------------------------------------------------------------
+
+
+def _present_only(recovery: Recovery) -> Iterator[RecoveredGroup]:
+    """A start reads the segments that are there, as if none was missing."""
+    segments = [
+        number for number in recovery._device.segments() if number > recovery._after_segment
+    ]
+    for segment in segments:
+        data = recovery._device.read(segment)
+        recovery._is_known = False
+        yield from recovery._groups_of(segment, data, is_newest=segment == segments[-1])
+    recovery._check_end()
+    recovery._is_scanned = True
+
+
+def _nothing_lost(*_args: object) -> None:
+    """A log that ends too early is complete."""
+
+
+def _takes_all(*_args: object, **_named: object) -> str:
+    """A copy takes what another one has, whatever the history and what is committed."""
+    return ""
+
+
+VIEW_BUGS: Final[dict[str, ClusterBug]] = {
+    "cut-of-committed": ClusterBug(
+        "a cut leaves out what has a CAS, and is not committed yet",
+        (Replaced(node_module, "draw_cut", _cut_of_committed),), nodes=1,
+    ),
+    "cut-beyond": ClusterBug(
+        "a cut has changes of one partition that came later",
+        (Replaced(node_module, "draw_cut", _cut_above_all),), nodes=1,
+    ),
+    "cut-passed": ClusterBug(
+        "streams pass a cut before it is told", (Replaced(PendingCut, "reached_by", _never_waits),),
+        nodes=1,
+    ),
+    "cut-told-early": ClusterBug(
+        "a cut is told when the first stream has reached it",
+        (Replaced(PendingCut, "__init__", _told_early),), nodes=1,
+    ),
+    "scan-moves-on": ClusterBug(
+        "a scan shows what is written while it runs",
+        (Replaced(ReadView, "_resolve", _resolve_newest),),
+    ),
+    "scan-uncommitted": ClusterBug(
+        "a scan shows what is not committed",
+        (Replaced(ScanCommands, "create", _create_at_once),),
+    ),
+    "hashes-keep-old": ClusterBug(
+        "hashes keep what a document was before",
+        (Replaced(KeyHashes, "change", _change_without_removed),), nodes=1,
+    ),
+    "hashes-miss-one": ClusterBug(
+        "hashes leave out a document that is in memory",
+        (Replaced(hashes._Work, "rows_of", _rows_of_all_but_last),), nodes=1,
+    ),
+    "batch-one-by-one": ClusterBug(
+        "a batch that is refused was made in part",
+        (Replaced(batch_commands, "apply_batch", _apply_one_by_one),), nodes=1,
+    ),
+    "batch-lacks-last": ClusterBug(
+        "the last change of a batch is not made",
+        (Replaced(batch_commands, "apply_batch", _apply_without_last),), nodes=1,
+    ),
+    "gap-is-read-over": ClusterBug(
+        "a start does not miss segments of the log that its store lacks",
+        (Replaced(Recovery, "groups", _present_only),), nodes=1,
+    ),
+    "early-end-is-good": ClusterBug(
+        "a start does not look whether the log ends too early",
+        (Replaced(recovery, "lost_end", _nothing_lost),), nodes=1,
+    ),
+    "repair-takes-all": ClusterBug(
+        "a copy takes versions of another history",
+        (Replaced(prober, "why_not_taken", _takes_all),),
+    ),
+    "hashes-at-once": ClusterBug(
+        "hashes are told before the changes are committed",
+        (Replaced(HashReads, "_answer", _answer_at_once),),
+    ),
+}  # fmt: skip
+"""Name -> the bug."""
