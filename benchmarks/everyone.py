@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.child_process import generate, say, tool
 from benchmarks.peers import ColdDcpd, Dcpd, Memcached, Peer, Redis, cpu_seconds
 from benchmarks.report import Report
-from benchmarks.tools import generate, say, tool
 
 SHAPE: Final = (8, 64)
 KEYS: Final = 100_000

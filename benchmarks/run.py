@@ -47,9 +47,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import everyone, following, responder, workload
+from benchmarks.child_process import generate, say, tool
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
-from benchmarks.tools import generate, say, tool
 from vbucket.native.form import form_text
 
 LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "crowd", "idle", "restart")

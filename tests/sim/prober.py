@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from dcp.session.kv.scans import CONTINUE_EXTRAS, DOCUMENT_META, SCAN_ID_BYTES
-from dcp.session.version_reads import RANGE, VersionsRead, read_answer
+from dcp.session.nodes.version_reads import RANGE, VersionsRead, read_answer
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.hash_reads import ASKED, SEQNO, What, documents_in, told, versions_in
