@@ -214,6 +214,8 @@ class Audience:
             file.close()
 
     async def _restored_copy(self) -> Follower:
+        if self._backup is not None:  # it waits up to 10 s for a cut when nodes have died
+            await self._backup.wait()
         await self._dcpctl(self._nodes.address, "run")
         await asyncio.to_thread(self._restored.start)
         await self._dcpctl(self._restored.address, "restore")

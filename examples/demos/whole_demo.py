@@ -32,9 +32,9 @@ from typing import Any, Final, NamedTuple
 from flight_data import DataError, packaged_csv, read_flights
 
 from benchmarks.differences import lose_place
-from clients.testing import DcpCluster, DcpServer
 from dcpd import Consumer, DcpdError, KvClient, Mirror, Rollback
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from dcpd.testing import DcpCluster, DcpServer
+from tests.support.lmdb_layout import PAGE_BYTES, layout_of
 
 BATCH: Final = 5_000
 PASS_DAMAGES: Final = 20

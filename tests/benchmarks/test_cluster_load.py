@@ -172,4 +172,4 @@ def test_the_command_says_what_it_knows() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "'nothing' is not one of set, idle, handover" in done.stderr
+    assert "'nothing' is not one of set, peers, idle" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,9 +105,13 @@ async def test_roles_and_lags(tmp_path: Path) -> None:
         assert replicated is not None
         replicated.stop()  # it stands still, and its connections stay
         async with cluster.client("n1", timeout_s=5.0) as kv:
-            await kv.set_many({b"k%d" % number: b"w" for number in range(100)})
-        lag = status_of(cluster, "n1").followers[0]
-        assert lag.behind_changes > 0
+            writing = asyncio.create_task(
+                kv.set_many({b"k%d" % number: b"w" for number in range(100)})
+            )
+            # Now, and not at the end of the writes: a copy that is silent for long has no figures.
+            await until_so(lambda: status_of(cluster, "n1").followers[0].behind_changes > 0)
+            lag = status_of(cluster, "n1").followers[0]
+            await writing
         assert 0 < lag.behind_partitions <= lag.copies
         assert lag.heard_ms is None or lag.heard_ms > 0
 
