@@ -233,7 +233,7 @@ async def test_a_node_that_says_nothing_delays_others_once(tmp_path: Path) -> No
                     for node in cluster.nodes.values()
                     if member_of(node) == member
                 ), "it was never told"
-                rounds._peers[member].end()
+                # It is dialled again: nobody says so when a machine is gone.
                 while everything.frontier <= times[-1]:
                     await anext(whole)
             port = cluster.nodes["n1"].ports.kv

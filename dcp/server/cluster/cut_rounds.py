@@ -8,7 +8,8 @@ asks them. The cores are in `failover.replication.cuts`.
 
 Invariants
 - there is one connection to each other node, and none while nobody has asked for cuts for IDLE_NS;
-- a connection on which something unexpected comes is ended, and dialled again a second later.
+- a connection on which something unexpected comes, or nothing for SILENT_NS, is ended, and dialled
+  again: nobody says so when a machine is gone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from vbucket.engine.engine import Engine
 
 AGAIN_NS: Final = 1_000_000_000
 IDLE_NS: Final = 10_000_000_000
+SILENT_NS: Final = 5_000_000_000
 _BODY_BYTES_MAX: Final = 1 << 16
 
 
@@ -140,6 +142,8 @@ class CutRounds(CutTimer):
             return
         self._led_ns = now_ns
         self._dial(now_ns)
+        for name in self._silent(now_ns):
+            self._peers[name].end()
         reached = [name for name, peer in self._peers.items() if peer.is_in]
         clock_ns = self._clock_ns()
         first_open = self._engine.first_open_ns
@@ -190,6 +194,16 @@ class CutRounds(CutTimer):
             text = "this node closes no times" if why else "this node closes times again"
             self._log.warning(text, reason=why or "its clock is right again")
 
+    def _silent(self, now_ns: int) -> list[str]:
+        """Return who has not answered, or not let this node in, for too long."""
+        return [
+            name
+            for name, peer in self._peers.items()
+            if now_ns - (
+                self._leader.asked_ns(name) if peer.is_in else self._dialled_ns[name]
+            ) >= SILENT_NS
+        ]  # fmt: skip
+
     def _dial(self, now_ns: int) -> None:
         members = self._replicated.session.view.members
         for name, stored in members.items():
@@ -208,7 +222,7 @@ class CutRounds(CutTimer):
         identity, tls = self._replicated.identity, self._tls
         uses_certificate = tls is not None and tls.shows_certificate
         login = NodeLogin(identity.secret, identity.name, uses_certificate=uses_certificate)
-        peer = CutPeer(self, name, login)
+        peer = self._peers[name] = CutPeer(self, name, login)
         try:
             host, port = host_and_port(record.address if tls is None else tls_address_of(record))
             context = None if tls is None else tls.context()
@@ -218,9 +232,7 @@ class CutRounds(CutTimer):
                     server_hostname=host if context else None,
                 )  # fmt: skip
         except (OSError, TimeoutError, ValueError):
-            return
-        if peer.is_open:
-            self._peers[name] = peer
+            self._peers.pop(name, None)
 
     def answered(self, name: str, answer: CutAnswer | None) -> None:
         """A member answers; None: the connection to it is over."""

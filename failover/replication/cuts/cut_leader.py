@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Final
 
 from failover.rules.cut import DRAW_NS_MAX, Ask, median
@@ -118,6 +119,11 @@ class CutLeader:
             self._asked.discard(member)
             if has_drawn:
                 self._drawn.add(member)
+
+    def asked_ns(self, member: str) -> float:
+        """Return when a member was asked what it has not answered; infinity: it owes nothing."""
+        peer = self._peers.get(member)
+        return inf if peer is None or peer.asked_ns is None else peer.asked_ns
 
     def lost(self, member: str) -> None:
         """The connection to a member is gone."""
