@@ -70,6 +70,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "runs of all plain changes": Feature(0, 36),
     "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
+    "Couchbase's consumers keep their connections while partitions move": Feature(0, 20),
     "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),
     "consistent cuts of clusters": Feature(8, 960),
