@@ -181,8 +181,15 @@ async def jump(cluster: ClusterHere) -> None:
     await until_so(lambda: not cuts.why_not)
     set_clock(node, 5)
     await until_so(lambda: "its clock is" in cuts.why_not)
+    await until_so(lambda: "it has closed no time for" in problems_of(node))
+    assert cuts.why_not in problems_of(node)
     set_clock(node, 0)
     await until_so(lambda: not cuts.why_not)
+    await until_so(lambda: "it has closed no time for" not in problems_of(node))
+
+
+def problems_of(node: Node) -> str:
+    return "\n".join(each.what for each in node._cluster_operations().status().problems)
 
 
 STEPS = [kill, restart, hand_over, jump]

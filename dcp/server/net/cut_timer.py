@@ -29,6 +29,9 @@ class CutTimer:
         self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
         if self.hub.cutting:
             self._closed.reserve()
+            self.hub.cut_time = self.hub.cut_time or time.time_ns()
+        else:
+            self.hub.cut_time = 0
         self.draw()
 
     def draw(self) -> None:
@@ -38,9 +41,7 @@ class CutTimer:
         now_ns = time.time_ns()
         self._engine.begin_batch(now_ns)
         if self._engine.now_ns | 0xFFFF <= self._engine.closed_max:
-            cut = draw_cut(self._engine, now_ns)
-            for follower in self.hub.cutting:
-                follower.begin_cut(cut)
+            self.hub.begin_cut(draw_cut(self._engine, now_ns))
 
     def stop(self) -> None:
         """Draw no more cuts."""

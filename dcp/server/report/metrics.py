@@ -431,6 +431,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         one(lambda of: of.hub.stream_count),
     ),
     MetricSpec(
+        "dcpd_cut_age_seconds", "gauge", "seconds", (),
+        "Time since this node's newest consistent cut, while consumers follow cuts; 0: none does.",
+        "above a second: cuts stand still, and with them those consumers. `dcpctl cluster status`"
+        " says why",
+        one(lambda of: of.hub.cut_age_s(time.time_ns())),
+    ),
+    MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),
         "Seqnos that a consumer's streams have not sent yet.",
         "rising: the consumer is slower than the writers, or stuck", _by_consumer(_lag),

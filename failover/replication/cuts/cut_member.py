@@ -93,11 +93,13 @@ class CutMember:
                 self._engine.partitions, self._drawn, self._seqnos, strict=True
             )
         ]
-        cut = Cut(time, seqnos, round_)
-        for follower in self._hub.cutting:
-            follower.begin_cut(cut)
+        self._hub.begin_cut(Cut(time, seqnos, round_))
         self._release()
         return True
+
+    def age_s(self, now_ns: int) -> float:
+        """Return the age of this node's newest cut; 0: nobody follows cuts here."""
+        return self._hub.cut_age_s(now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: drop a cut whose leader says no more, forget a leader of long ago."""
