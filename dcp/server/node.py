@@ -455,7 +455,7 @@ class Node:
             parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secrets)
-        tries = LinkTries(identity.name, access.keyring, self.access.link_tls, self._tasks)
+        tries = LinkTries(access, self.access.link_tls, self._tasks)
         self.access.logins.nodes.open(
             self._settings.cluster_tls, self.replicated.hosts, tries.dial_back
         )

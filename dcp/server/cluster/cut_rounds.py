@@ -219,10 +219,8 @@ class CutRounds(CutTimer):
 
     async def _connect(self, name: str, record: MemberRecord) -> None:
         """Dial a node; it is dialled again later if that fails."""
-        identity, tls = self._replicated.identity, self._tls
-        uses_certificate = tls is not None and tls.shows_certificate
-        login = NodeLogin(identity.secret, identity.name, uses_certificate=uses_certificate)
-        peer = self._peers[name] = CutPeer(self, name, login)
+        tls = self._tls
+        peer = self._peers[name] = CutPeer(self, name, self._replicated.access.login(tls))
         try:
             host, port = host_and_port(record.address if tls is None else tls_address_of(record))
             context = None if tls is None else tls.context()

@@ -565,9 +565,8 @@ class ReplicatedNode:
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
         connection = MemberLink(
-            link, self.access.keyring.in_use, self._link_moved, own_name=self.identity.name,
-            tls=tls, name=name, member=effect.member,
-            traffic=self._parts.meter.links[record.name or record.member],
+            link, self.access.login(tls), self._link_moved, tls=tls, name=name,
+            member=effect.member, traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)
