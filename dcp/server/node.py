@@ -493,7 +493,7 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, write.merging, write.compaction, write.commits, faults,
-            write.groups.end_reasons, self._hub.limits, meter, log,
+            write.groups, meter, log,
             copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)

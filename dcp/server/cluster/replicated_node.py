@@ -168,7 +168,7 @@ class ReplicatedNode:
         self.seen = self._open_seen()
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
-            parts.engine, parts.store, parts.hub, parts.groups, session,
+            parts.engine, parts.store, parts.groups, session,
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
