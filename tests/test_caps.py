@@ -85,9 +85,9 @@ CAPS: Final = {
     "Protocol classes": Cap(34, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(477 + sum(each.files for each in FEATURES.values()), 340),
-    "files in a folder": Cap(16, 15),
-    "lines": Cap(102_900 + sum(each.lines for each in FEATURES.values()), 87_000),
+    "files": Cap(476 + sum(each.files for each in FEATURES.values()), 340),
+    "files in a folder": Cap(15, 15),
+    "lines": Cap(102_870 + sum(each.lines for each in FEATURES.values()), 87_000),
 }
 
 

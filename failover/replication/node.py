@@ -47,7 +47,6 @@ from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.master import Master
 from failover.replication.mastership import Identity, ReplicationParts, ReplicationSettings
 from failover.replication.messages import StoreSeen
-from failover.replication.receipt import ElectionLoss
 from failover.replication.replica import DroppedCopies, Replica
 from failover.rules.isr import may_change_record
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
@@ -55,6 +54,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.log.commit_group import CommitGroup
+from vbucket.model.receipt import ElectionLoss
 from vbucket.store.store import Store
 
 CarryOut = Callable[[Iterable[SessionEffect]], None]

@@ -73,11 +73,11 @@ from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.replication.effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.node import ReplicationCore
-from failover.replication.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.manifest import Manifest
+from vbucket.model.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.store.store import Store
 
 TICK_S: Final = 0.05
