@@ -411,7 +411,6 @@ class Node:
         after_commit = AfterCommit(
             self.meter, commits, health, backpressure, self.connections,
             FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
-            on_failure=self._fail,
         )  # fmt: skip
         self._config = ClusterConfig(
             settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
@@ -449,7 +448,7 @@ class Node:
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
             self._tasks,             self._log, self.about.data_dir,
-            kick=self._kick, publish=after_commit.tell, on_failure=self._fail,
+            kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
         self.replicated = replicated_node(
             parts, storage.node.node_id, identity, self._settings, access
@@ -478,7 +477,7 @@ class Node:
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
                 LongQueue(), scans,
             ),
-            access, write.scrubbing, meter, log, self._refusals, on_failure=self._fail,
+            access, write.scrubbing, meter, log, self._refusals, self._tasks,
             replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(

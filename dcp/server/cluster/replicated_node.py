@@ -123,7 +123,6 @@ class ServerParts(NamedTuple):
     """Commits what is pending."""
     publish: Callable[[Published], None]
     """Tells the rest of the server what is committed."""
-    on_failure: Callable[[Exception], None]
 
 
 class ReplicationChoices(NamedTuple):
@@ -530,7 +529,7 @@ class ReplicatedNode:
         try:
             step()
         except Exception as error:  # noqa: BLE001 - a named supervision point
-            self._parts.on_failure(error)
+            self._parts.tasks.fail(error)
 
     def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
         for connection in tuple(self._parts.connections.waiting):
