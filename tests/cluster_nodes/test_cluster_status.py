@@ -23,13 +23,13 @@ from dcp.server.cluster.receipt_files import (
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
 from failover.coordinator.records import FiguresRecord, MemberRecord
-from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from failover.rules.replication_record import create
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
 from vbucket.model.ids import ids_in
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 def status_of(cluster: ClusterHere, name: str) -> ClusterReport:

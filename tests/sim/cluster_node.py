@@ -28,7 +28,6 @@ from failover.replication.effects import Dial, PartitionsArrived, ReplicationEff
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
 from failover.replication.node import ReplicationCore
-from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.moments import NodeWatch
@@ -43,6 +42,7 @@ from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION, is_ahead, missing_events
 from vbucket.model.partition_map import MapNode, PartitionMap, bucket_config
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 if TYPE_CHECKING:
     from sim.machine import Machine
@@ -158,7 +158,7 @@ class ClusterNode(SingleNode):
             section_bytes=plan.section_bytes,
         )
         self.core = self.core_type(
-            self.engine, self.store, self.hub, self.groups, self.session, settings,
+            self.engine, self.store, self.groups, self.session, settings,
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip

@@ -10,8 +10,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from dcp.wire.hash_reads import KeyVersion, SentDocument
-from failover.replication.receipt import CutOff, ElectionLoss
 from sim.ledger import Ledger, Log
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 class Kind(Enum):

@@ -15,7 +15,7 @@ from typing import Final
 
 from dcp.stream.hub import StreamHub
 from failover.replication.commit import HighWatermarks
-from failover.rules.cut import HOLD_NS_MAX, Ask, is_covered, why_not_drawn
+from failover.rules.cut import HOLD_NS_MAX, Ask, clock_fault, is_covered, why_not_drawn
 from vbucket.engine.cut import UNCOVERED, Cut, close_time
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -48,6 +48,8 @@ class CutMember:
             )
         self.why_not = ""
         """Why it did not draw the last cut that it was asked for; "": it did."""
+        self.clock_fault = ""
+        """How its clock was off at that time; "": it was not."""
         self.led_by = ""
         """The leader with the lowest id of late."""
         self._led_ns: int | None = None
@@ -64,9 +66,9 @@ class CutMember:
             why = "nobody follows cuts here"
         if not why and ask.time > self._engine.closed_max:
             why = "its disk does not say yet that so late a time may be closed"
-        why = why or why_not_drawn(
-            ask, self._held, first_open=self._engine.first_open_ns, own_clock_ns=clock_ns,
-            is_led_by=self.led_by,
+        self.clock_fault = clock_fault(ask, clock_ns)
+        why = why or self.clock_fault or why_not_drawn(
+            ask, self._held, first_open=self._engine.first_open_ns, is_led_by=self.led_by
         )  # fmt: skip
         self.why_not = why
         if not self.led_by or ask.leader <= self.led_by:
