@@ -1,13 +1,16 @@
 """Rates of the Spark source, compared with what limits it.
 
     .venv/bin/python -m benchmarks.spark --changes 1000000
+    .venv/bin/python -m benchmarks.spark --changes 100000 --cuts
 
 It measures rows a second from changes (128-byte values, each key once) into Parquet on local[2],
 and compares them with
 - the same rows read from one local Parquet file and written to another by the same Spark;
 - the plain Python consumer that keeps the newest value of each key;
 - the source alone (rows counted), on local[2] and on local[1];
-and the cost of an empty micro-batch. Each Spark has its own process; figures are medians of --runs.
+and the cost of an empty micro-batch. With --cuts only a stream into a table is measured, with and
+without the option consistent in turn, and the driver's plan of such a batch. Each Spark has its own
+process; figures are medians of --runs.
 Needs: pip install '.[spark]', Java 17 or newer.
 """
 
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +80,20 @@ def timed(work: Callable[[], Any], runs: int) -> float:
     return statistics.median(times)
 
 
-def in_spark(address: str, cores: int, changes: int, runs: int, folder: Path) -> dict[str, float]:
+def in_turn(works: dict[str, Callable[[], Any]], runs: int) -> dict[str, float]:
+    """Return the median time of each, one after the other; the first turn does not count."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(runs + 1):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def in_spark(
+    address: str, cores: int, changes: int, runs: int, folder: Path, *, only_cuts: bool
+) -> dict[str, float]:
     """Measure in this process; return seconds by name."""
     spark = session(cores)
 
@@ -87,9 +104,9 @@ def in_spark(address: str, cores: int, changes: int, runs: int, folder: Path) ->
     def write(frame: Any, name: str) -> None:
         frame.write.mode("overwrite").parquet(str(folder / name))
 
-    def once(name: str, sink: Callable[[Any, int], None]) -> None:
+    def once(name: str, sink: Callable[[Any, int], None], **options: str) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
-        reader = spark.readStream.format("dcp").option("servers", address)
+        reader = spark.readStream.format("dcp").option("servers", address).options(**options)
         query = (
             reader.option("numPartitions", str(cores)).load()
             .writeStream.foreachBatch(sink).option("checkpointLocation", str(folder / name / "c"))
@@ -102,6 +119,19 @@ def in_spark(address: str, cores: int, changes: int, runs: int, folder: Path) ->
 
         apply_changes(batch_df, batch_id, path=str(folder / "table" / "t"), buckets=4)
 
+    if only_cuts:
+        works = {"without": {}, "consistent": {"consistent": "true"}}
+        times = in_turn(
+            {name: partial(once, "table", apply, **given) for name, given in works.items()}, runs
+        )
+        spark.stop()
+        plans = in_turn(
+            {name: partial(plan, address, **given) for name, given in works.items()}, EMPTY_POLLS
+        )
+        return {
+            **{f"table, {name}": seconds for name, seconds in times.items()},
+            **{f"its plan, {name}": seconds for name, seconds in plans.items()},
+        }
     write(source(), "source")
     assert spark.read.parquet(str(folder / "source")).count() == changes
     results = {
@@ -119,6 +149,19 @@ def in_spark(address: str, cores: int, changes: int, runs: int, folder: Path) ->
         results["micro-batch with nothing to read"] = empty_batch(address)
     spark.stop()
     return results
+
+
+def plan(address: str, **options: str) -> None:
+    """Plan a batch as the driver does it."""
+    from pyspark.sql.streaming.datasource import ReadAllAvailable
+    from pyspark.sql.types import StructType
+
+    from clients.spark.options import parse_options
+    from clients.spark.source import DcpStreamReader
+
+    reader = DcpStreamReader(parse_options({"servers": address, **options}), StructType([]))
+    reader.latestOffset({}, ReadAllAvailable())
+    reader.stop()
 
 
 def empty_batch(address: str) -> float:
@@ -160,18 +203,20 @@ def consumer_s(port: int, changes: int, runs: int) -> float:
     return statistics.median(run() for _ in range(runs))
 
 
-def measure(changes: int, runs: int) -> None:
+def measure(changes: int, runs: int, *, only_cuts: bool) -> None:
     """Start a server, fill it, measure everything, print a table."""
     from clients.testing import DcpServer
 
     with DcpServer() as server, tempfile.TemporaryDirectory() as folder:
         asyncio.run(store(server.address, changes))
-        rows = [("Python consumer, newest value per key", consumer_s(server.port, changes, runs))]
-        for cores in (2, 1):
+        rows = []
+        if not only_cuts:
+            rows.append(("Python consumer, newest value", consumer_s(server.port, changes, runs)))
+        for cores in (2,) if only_cuts else (2, 1):
             told = subprocess.run(
                 [sys.executable, "-m", "benchmarks.spark", "--address", server.address,
                  "--cores", str(cores), "--changes", str(changes), "--runs", str(runs),
-                 "--folder", folder],
+                 "--folder", folder, *(["--cuts"] if only_cuts else [])],
                 capture_output=True, text=True, check=True,
             ).stdout  # fmt: skip
             found = json.loads(told.splitlines()[-1])
@@ -187,14 +232,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.spark")
     parser.add_argument("--changes", type=int, default=1_000_000)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cuts", action="store_true", help="only the cost of consistent")
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.address is None:
-        measure(options.changes, options.runs)
+        measure(options.changes, options.runs, only_cuts=options.cuts)
         return 0
-    found = in_spark(options.address, options.cores, options.changes, options.runs, options.folder)
+    found = in_spark(
+        options.address, options.cores, options.changes, options.runs, options.folder,
+        only_cuts=options.cuts,
+    )  # fmt: skip
     print(json.dumps(found))
     return 0
 

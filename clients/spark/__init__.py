@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from clients.spark.fetch_core import StreamGoneError
     from clients.spark.offset import rows_behind, seqnos_read
     from clients.spark.options import OptionError
-    from clients.spark.sink.apply import apply_changes, read_table
+    from clients.spark.sink.apply import apply_changes, read_table, table_cuts
     from clients.spark.source import DcpDataSource
 
 __all__ = [
     "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "WorkerPythonError",
     "apply_changes", "check_java", "check_workers", "read_table", "rows_behind", "seqnos_read",
+    "table_cuts",
 ]  # fmt: skip
 
 _PLACES: Final = {
@@ -43,6 +44,7 @@ _PLACES: Final = {
     "read_table": "sink.apply",
     "rows_behind": "offset",
     "seqnos_read": "offset",
+    "table_cuts": "sink.apply",
 }
 _PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalake", "py4j"})
 

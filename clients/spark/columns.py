@@ -30,9 +30,10 @@ from dcp.wire.xattrs import (
     xattrs_text,
 )
 
-OPS: Final = ("set", "delete", "expire", "rollback")
+OPS: Final = ("set", "delete", "expire", "rollback", "cut")
 """Values of the column `op`."""
 ROLLBACK: Final = OPS.index("rollback")
+CUT: Final = OPS.index("cut")
 _REMOVALS: Final[dict[int, str]] = {Opcode.DCP_DELETION: "delete", Opcode.DCP_EXPIRATION: "expire"}
 _OP_OF: Final = np.array([OPS.index(_REMOVALS.get(code, "set")) for code in range(256)], np.int8)
 _MUTATION_EXTRAS_BYTES: Final = 31
@@ -278,6 +279,15 @@ def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> 
     nothing = [None] * len(rollbacks)
     return pa.RecordBatch.from_arrays(
         [pa.array(told.get(field.name, nothing), field.type) for field in schema], schema=schema
+    )
+
+
+def cut_batch(time: int, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the row that says at which cut a batch ends; `time` 0: at none."""
+    moment = _moments(np.array([(time & int(_TIME_BITS)) // 1000]), np.array([not time]))
+    told = {"op": [OPS[CUT]], "cas": [time or None], "time": moment}
+    return pa.RecordBatch.from_arrays(
+        [pa.array(told.get(field.name, [None]), field.type) for field in schema], schema=schema
     )
 
 

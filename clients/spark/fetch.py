@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Final
 
 from clients.address import ServerAddress
@@ -59,9 +59,13 @@ def fetch(
     collection_ids: tuple[int, ...] = (0,),
     patience_s: float = PATIENCE_S,
     from_replicas: bool = False,
-) -> Iterator[Arrived]:
-    """Yield the changes and rollbacks of the steps. Raises DcpdError if it gives up."""
+) -> Generator[Arrived, None, bool]:
+    """Yield the changes and rollbacks of the steps; return whether each ended where it should.
+
+    Raises DcpdError if it gives up.
+    """
     streams = [Stream(step) for step in steps]
+    all_of_them = tuple(streams)
     cluster = map_of(servers)
     copies = Copies() if from_replicas else None
     began = time.monotonic()
@@ -93,6 +97,7 @@ def fetch(
             if time.monotonic() - began > patience_s:
                 raise problem or _stuck(streams[0], patience_s)
             time.sleep(RETRY_S)
+    return all(stream.is_exact for stream in all_of_them)
 
 
 def _by_node(

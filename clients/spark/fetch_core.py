@@ -113,6 +113,11 @@ class Stream(RetriedStream):
         self.problem: DcpdError | None = None
         """Why it last stopped. The error says it if the stream does not continue."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the stream ends where its step does. Meaningful when it is done."""
+        return self.end_seqno == self.step.end_seqno
+
     def take_marker(self, start_seqno: int, end_seqno: int, *, is_history: bool) -> None:
         """A snapshot begins. Changes of a read are counted after its markers, so those of the
         snapshot before, which is complete, may still be counted.
@@ -335,6 +340,8 @@ class FetchCore:
                 self._wait(stream, outcome.error)
             case Ended() if outcome.verdict in _IS_OVER:
                 stream.state = StreamState.DONE
+                if outcome.verdict is Verdict.EMPTY:
+                    stream.end_seqno = stream.seqno
             case Ended():
                 # The last changes are in this read. They are counted before the next request.
                 told = reason_name(outcome.reason)
@@ -377,6 +384,7 @@ class FetchCore:
             # History branched below the stream's seqno: the rest of the batch is gone.
             self._hand_out_rollback(stream)
             stream.state = StreamState.DONE
+            stream.end_seqno = held
             return
         has_told = stream.step.rollback_to is not None and stream.rollback_to is None
         if has_told or stream.seqno > stream.start_seqno:

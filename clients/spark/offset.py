@@ -7,9 +7,10 @@ at which the version began. Optional parts follow:
     complete=A-B,...   ranges with a complete state; default: from `base` to the seqno
     base=N             nothing below N was read (the query started at "latest", a time or a seqno)
     rollback=R         the batch that ends here starts with a rollback to R
-Partitions at seqno 0 are left out. One more member is
+Partitions at seqno 0 are left out. Two more members are
 
     "collections": "scope.a,scope.b"    the query's collections; older versions did not write it
+    "cut": "1764000000000000000"        the closed time of the cut that it is (option consistent)
 
 Spark's progress reports have offsets, too: `rows_behind` computes a query's lag from them.
 
@@ -33,7 +34,9 @@ RANGES_MAX: Final = 8
 RANGES_NEWEST: Final = 3
 """This many of the newest ranges are always kept."""
 COLLECTIONS: Final = "collections"
-"""The member of an offset that is not a partition."""
+CUT: Final = "cut"
+NO_PARTITIONS: Final = frozenset({COLLECTIONS, CUT})
+"""The members of an offset that are not partitions."""
 Offset = dict[str, str]
 
 
@@ -141,7 +144,7 @@ def entries_of(offset: Mapping[str, str]) -> dict[int, Entry]:
     """Return the entries of an offset. Raises ValueError, which names the wrong partition."""
     entries = {}
     for name, text in offset.items():
-        if name == COLLECTIONS:
+        if name in NO_PARTITIONS:
             continue
         vb_id = partition_number(name)
         if not isinstance(text, str):

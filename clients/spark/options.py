@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
-from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
+from clients.spark.offset import NO_PARTITIONS, Offset, decode, partition_number
 from vbucket.model.ids import SEQNO_MAX
 
 NUM_PARTITIONS: Final = 4
@@ -68,6 +68,8 @@ class SourceSettings:
     key_format: str = "binary"
     xattrs: bool = False
     from_replicas: bool = False
+    consistent: bool = False
+    """Batches end at consistent cuts."""
 
     @property
     def schema(self) -> str:
@@ -137,6 +139,8 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
             "options maxRowsPerTrigger and maxBytesPerTrigger work with streams only: spark.read"
             " reads everything up to now"
         )
+    if found.get("consistent"):
+        _check_consistent(found)
     defaults = SourceSettings(())
     if "partitions" in found:
         _check_start(found.get("startingOffsets"), found["partitions"])
@@ -152,10 +156,30 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         history=found.get("history", True),
         xattrs=found.get("xattrs", False),
         from_replicas=found.get("fromReplicas", False),
+        consistent=found.get("consistent", False),
         value_format=value_format,
         value_schema=value_schema,
         key_format=found.get("keyFormat", "binary"),
     )
+
+
+def _check_consistent(found: Mapping[str, Any]) -> None:
+    """Refuse what a batch that ends at a cut cannot have."""
+    limits = [name for name in ("maxRowsPerTrigger", "maxBytesPerTrigger") if name in found]
+    if limits:
+        raise OptionError(
+            f"options consistent and {limits[0]}: a batch has all up to its cut, so it takes no"
+            " limit; leave one of them out"
+        )
+    if found.get("fromReplicas"):
+        raise OptionError(
+            "options consistent and fromReplicas: only masters tell cuts; leave one of them out"
+        )
+    if found.get("startingOffsets", "earliest") != "earliest":
+        raise OptionError(
+            "options consistent and startingOffsets: only what begins at the earliest change is a"
+            " state of the store; leave out startingOffsets"
+        )
 
 
 def _check_start(starting: object, partitions: tuple[int, ...]) -> None:
@@ -254,7 +278,7 @@ def _starting_offset(text: str) -> Offset:
     members = json.loads(text, object_pairs_hook=tuple)  # its error is a ValueError
     offset: Offset = {}
     for name, item in members:
-        if name == COLLECTIONS:
+        if name in NO_PARTITIONS:
             continue  # it belongs to the query that the offset comes from
         vb_id = partition_number(name)
         if str(vb_id) in offset:
@@ -335,6 +359,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "keyFormat": ("binary or string", _choice("binary", "string")),
     "xattrs": ("true or false", _boolean),
     "fromReplicas": ("true or false", _boolean),
+    "consistent": ("true or false", _boolean),
 }
 """Name -> (description of the accepted values, parser)."""
 

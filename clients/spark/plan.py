@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from clients.position import Position, Ranges, Versions
-from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
-from clients.streaming.cursor import log_of, next_round
+from clients.spark.offset import NO_PARTITIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
+from clients.streaming.cursor import agreed_seqno, log_of, next_round
 from clients.streaming.outcome import RollbackAsked
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Question, decide
@@ -129,6 +129,21 @@ def next_entries(
     return result, [start.rollback for start in starts if start.rollback is not None]
 
 
+def are_at(
+    cut: Mapping[int, Position], ends: Mapping[int, Entry], survey: Iterable[PartitionFacts]
+) -> bool:
+    """Return whether a planned batch ends exactly at a cut, which the server's history still has.
+
+    It does not if history branched below the cut since, or compaction passed it.
+    """
+    for facts in survey:
+        at = cut.get(facts.vb_id, Position())
+        agreed = agreed_seqno(at.versions, at.seqno, facts.versions, facts.vb_id)
+        if agreed < at.seqno or ends[facts.vb_id].seqno != at.seqno:
+            return False
+    return True
+
+
 def _end_of(start: Start, end_seqno: int, *, history: bool) -> Entry:
     """Return the entry of a partition at a batch's end."""
     position, facts = start.position, start.facts
@@ -206,7 +221,7 @@ def steps_between(start: Offset, end: Offset) -> list[PlanStep]:
     """
     steps = []
     for name, text in end.items():
-        if start.get(name) == text or name == COLLECTIONS:
+        if start.get(name) == text or name in NO_PARTITIONS:
             continue
         before = decode(start[name]) if name in start else NOTHING
         after = decode(text)

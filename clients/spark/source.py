@@ -11,7 +11,7 @@ The driver surveys the nodes and plans (`clients.spark.plan`); executors read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import pyarrow as pa
@@ -31,16 +31,28 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from clients.errors import DcpdError, HistoryBranchedError
-from clients.spark.columns import record_batch, rollback_batch
+from clients.errors import DcpdError, HistoryBranchedError, TemporaryError
+from clients.spark.columns import cut_batch, record_batch, rollback_batch
+from clients.spark.cut import DrawnCut, draw_cut
 from clients.spark.environment import warn_about_workers
 from clients.spark.fetch import fetch
-from clients.spark.offset import COLLECTIONS, Entry, Offset, entries_of, entry_at, offset_of
+from clients.spark.fetch_core import Arrived
+from clients.spark.offset import (
+    COLLECTIONS,
+    CUT,
+    NO_PARTITIONS,
+    Entry,
+    Offset,
+    entries_of,
+    entry_at,
+    offset_of,
+)
 from clients.spark.options import OptionError, SourceSettings, parse_options
 from clients.spark.plan import (
     GoneBack,
     PartitionFacts,
     PlanStep,
+    are_at,
     next_entries,
     steps_between,
     tasks_of,
@@ -55,15 +67,20 @@ DEFAULT_COLLECTION: Final = "_default._default"
 LOOK_AGAIN_S: Final = 1.0
 """Minimum interval of full surveys while no seqno changes. A survey costs the server 20 ms. A
 branch that leaves the seqnos the same is noticed this much later."""
+DRAWS_MAX: Final = 8
+"""Cuts that are asked for before a batch ends at none, because branches or compaction pass them."""
 
 
 class ReadTask(InputPartition):
     """The input of one task: partitions of one node."""
 
     def __init__(
-        self, settings: SourceSettings, steps: tuple[PlanStep, ...], collection_ids: tuple[int, ...]
-    ) -> None:
+        self, settings: SourceSettings, steps: tuple[PlanStep, ...],
+        collection_ids: tuple[int, ...], cut_time: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(None)
+        self.cut_time = cut_time
+        """The closed time of the cut at which the batch ends; 0: at none."""
         self.settings = settings
         self.steps = steps
         self.collection_ids = collection_ids
@@ -101,6 +118,7 @@ class _Planner:
     def __init__(self, settings: SourceSettings, patience_s: float) -> None:
         self.settings = settings
         self.survey = Survey(settings.servers, settings.partitions, patience_s=patience_s)
+        self._patience_s = patience_s
         self._collection_ids: tuple[int, ...] | None = None
 
     def collection_ids(self) -> tuple[int, ...]:
@@ -132,13 +150,41 @@ class _Planner:
                 )
         return {**entries_of(told), **_based(numbers, facts)}
 
-    def tasks(self, steps: Sequence[PlanStep]) -> list[InputPartition]:
+    def draw(self) -> DrawnCut:
+        """Return the next cut, when all partitions are active."""
+        self.survey.high_seqnos(all_of_them=True)  # its error names those that are not
+        return draw_cut(self.settings, self._patience_s)
+
+    def ends_at_cut(
+        self, entries: Mapping[int, Entry], drawn: DrawnCut | None = None
+    ) -> tuple[dict[int, Entry], list[GoneBack], int]:
+        """Return where a batch ends that ends at a cut, what it rolls back, and the closed time.
+
+        `drawn`: the cut to take, if the server can still stream up to it.
+        """
+        history = self.settings.history
+        for _ in range(DRAWS_MAX):
+            cut = drawn or self.draw()
+            facts = self.survey.facts(all_of_them=True)
+            ends, gone_back = next_entries(entries, facts, history=history, targets=cut.seqnos)
+            if are_at(cut.positions, ends, facts):
+                return ends, gone_back, cut.time
+            drawn = None
+        raise TemporaryError(
+            f"history branches, or is compacted, faster than batches can be planned: each of"
+            f" {DRAWS_MAX} cuts was passed",
+            node=self.settings.servers[0].node,
+        )
+
+    def tasks(self, steps: Sequence[PlanStep], cut_time: int = 0) -> list[InputPartition]:
         """Return the tasks that read these steps.
 
-        A task reads from one node. There are about numPartitions tasks, at least one per node.
+        A task reads from one node. There are about numPartitions tasks, at least one per node; with
+        the option consistent there is one to name the cut, if there is nothing to read.
         """
         if not steps:
-            return []
+            is_told = self.settings.consistent
+            return [ReadTask(self.settings, (), self.collection_ids(), cut_time)] * is_told
         topology = self.survey.topology()
         groups: dict[int, list[PlanStep]] = {}
         for step in steps:
@@ -146,7 +192,7 @@ class _Planner:
             groups.setdefault(index, []).append(step)
         each = max(1, self.settings.num_partitions // len(groups))
         return [
-            ReadTask(self.settings, task, self.collection_ids())
+            ReadTask(self.settings, task, self.collection_ids(), cut_time)
             for group in groups.values()
             for task in tasks_of(group, each)
         ]
@@ -178,12 +224,15 @@ class DcpReader(DataSourceReader):
     def _partitions(self) -> Sequence[InputPartition]:
         planner = _Planner(self._settings, self._patience_s)
         try:
-            first = planner.first_entries()
-            facts = planner.survey.facts(all_of_them=True)
-            last, gone_back = next_entries(first, facts, history=self._settings.history)
+            first, cut_time = planner.first_entries(), 0
+            if self._settings.consistent:
+                last, gone_back, cut_time = planner.ends_at_cut(first)
+            else:
+                facts = planner.survey.facts(all_of_them=True)
+                last, gone_back = next_entries(first, facts, history=self._settings.history)
             if gone_back:
                 raise _branched(gone_back)
-            return planner.tasks(steps_between(offset_of(first), offset_of(last)))
+            return planner.tasks(steps_between(offset_of(first), offset_of(last)), cut_time)
         finally:
             planner.survey.close()
 
@@ -210,6 +259,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._look_again_s = look_again_s
         self._planner = _Planner(settings, patience_s)
         self._targets: dict[int, int] | None = None
+        self._target_cut: DrawnCut | None = None
         self._seen: dict[int, int] | None = None
         """High seqnos at the last full survey."""
         self._seen_at_s = 0.0
@@ -230,7 +280,10 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Take the current high seqnos as the end: nothing newer is read."""
+        """Take the current high seqnos as the end: nothing newer is read. Or the next cut."""
+        if self._settings.consistent:
+            self._target_cut = _in_words(self._planner.draw)
+            return
         survey = self._planner.survey
         self._targets = _in_words(lambda: survey.high_seqnos(all_of_them=True))
 
@@ -258,7 +311,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         self._check(start)
         self._check(end)
-        return self._planner.tasks(steps_between(start, end))
+        return self._planner.tasks(steps_between(start, end), int(end.get(CUT, 0)))
 
     def _check(self, offset: Offset) -> None:
         """Raise DcpdError if an offset belongs to a query on other collections."""
@@ -271,14 +324,16 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 " or start with another checkpointLocation.",
             )
 
-    def _offset_of(self, entries: dict[int, Entry], start: Offset) -> Offset:
+    def _offset_of(self, entries: dict[int, Entry], start: Offset, cut_time: int = 0) -> Offset:
         """Return the offset of a batch's end; `start` itself if nothing is new.
 
         Spark compares offsets as text, so an unchanged offset must be the same object.
         """
         end = offset_of(entries)
-        is_same = end == {name: text for name, text in start.items() if name != COLLECTIONS}
-        return start if is_same else {**end, COLLECTIONS: self._collections}
+        if end == {name: text for name, text in start.items() if name not in NO_PARTITIONS}:
+            return start
+        cut = {CUT: str(cut_time)} if cut_time else {}
+        return {**end, COLLECTIONS: self._collections, **cut}
 
     def _latest_offset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:
         self._check(start)
@@ -297,12 +352,23 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if gone_back and self._settings.fails_on_rollback:
             raise _branched(gone_back)
         self._latest = self._offset_of(ends, start)
+        if self._settings.consistent and self._latest is not start:
+            self._latest = self._offset_at_cut(start)
+            return self._latest
         rows_max = self._rows_max(start, self._latest, limit)
         if rows_max is not None:
             ends, _ = next_entries(
                 entries, facts, history=history, targets=self._targets, rows_max=rows_max
             )
         return self._offset_of(ends, start)
+
+    def _offset_at_cut(self, start: Offset) -> Offset:
+        """Return the end of a batch that ends at a cut."""
+        planner = self._planner
+        ends, gone_back, cut_time = planner.ends_at_cut(entries_of(start), self._target_cut)
+        if gone_back and self._settings.fails_on_rollback:
+            raise _branched(gone_back)
+        return self._offset_of(ends, start, cut_time)
 
     def _rows_max(self, start: Offset, end: Offset, limit: ReadLimit) -> int | None:
         """Return the maximum rows of a batch under Spark's limit and our two; None: no limit."""
@@ -335,25 +401,44 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
     names = None
     if settings.collections is not None:
         names = dict(zip(task.collection_ids, settings.collections, strict=True))
-    try:
-        for arrived in fetch(
+    arriving = _Arriving(
+        fetch(
             settings.servers, task.steps,
             history=settings.history, xattrs=settings.xattrs, collection_ids=task.collection_ids,
             from_replicas=settings.from_replicas,
-        ):  # fmt: skip
+        )
+    )  # fmt: skip
+    try:
+        for arrived in arriving:
             if arrived.rollbacks:
                 if settings.fails_on_rollback or is_batch:
                     raise _cut(arrived.rollbacks[0][0])
                 yield rollback_batch(arrived.rollbacks, arrow)
             if arrived.changes is not None:
                 yield record_batch(arrived.changes, arrow, parse, names)
+        if settings.consistent:
+            if is_batch and not arriving.is_exact:
+                raise _cut(None)
+            yield cut_batch(task.cut_time if arriving.is_exact else 0, arrow)
     except DcpdError as error:
         raise _with_hint(error) from error
 
 
-def _cut(vb_id: int) -> HistoryBranchedError:
+class _Arriving:
+    """What a task fetches, and afterwards whether each partition ended where the batch does."""
+
+    def __init__(self, fetching: Generator[Arrived, None, bool]) -> None:
+        self._fetching = fetching
+        self.is_exact = False
+
+    def __iter__(self) -> Iterator[Arrived]:
+        self.is_exact = yield from self._fetching
+
+
+def _cut(vb_id: int | None) -> HistoryBranchedError:
+    what = "partitions were" if vb_id is None else "the partition was"
     return HistoryBranchedError(
-        "history branched, or deletions were purged, while the partition was read",
+        f"history branched, or was compacted, while {what} read",
         vb_id=vb_id,
         hint="Read again. With onRollback=emit a stream continues by itself.",
     )

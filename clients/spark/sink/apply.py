@@ -10,6 +10,7 @@ time when the batch was read. docs/spark.md shows why.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +28,12 @@ BUCKETS: Final = 16
 """Parts of a table, by ranges of vbuckets. A change rewrites its bucket; each task writes whole
 buckets."""
 BUCKETS_MAX: Final = 1024
+CUTS_KEPT: Final = 8
+"""Cuts that a Parquet table keeps. Each keeps the files of the buckets that later batches touch."""
+CUTS_MAX: Final = 1000
 FORMATS: Final = ("parquet", "delta")
 TABLES: Final = ("current", "changes")
+_LOG: Final = logging.getLogger("dcpd.spark")
 _QUERY_ID: Final = "sql.streaming.queryId"
 """The local property with the query's id, which Spark sets while a batch runs."""
 _NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revision")
@@ -36,7 +41,7 @@ _NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revisi
 
 def apply_changes(
     batch_df: DataFrame,
-    batch_id: int,  # noqa: ARG001 - Spark passes it; the rows show what is repeated
+    batch_id: int,
     *,
     path: str,
     format: str = "parquet",  # noqa: A002 - Spark's name for it
@@ -44,6 +49,8 @@ def apply_changes(
     storage_options: Mapping[str, str] | None = None,
     query: str | None = None,
     take_over_from: str = "",
+    consistent: bool = False,
+    keep_cuts: int | None = None,
 ) -> None:
     """Apply a batch of the source `dcp` to the change log and the documents at `path`.
 
@@ -54,7 +61,12 @@ def apply_changes(
 
     A table belongs to the query that wrote it first. A batch from another query is refused unless
     `take_over_from` is the id of the owner. Set `query` to the query's id if Spark does not provide
-    it (Spark Connect). Raises ValueError for bad arguments, DcpdError.
+    it (Spark Connect).
+
+    If the source has the option `consistent`, the table keeps the cuts at which its batches end,
+    for `read_table(as_of=...)`: the newest `keep_cuts` of them (8; Delta's own history decides).
+    `consistent` refuses batches of a source without that option. Raises ValueError for bad
+    arguments, DcpdError.
     """
     if format not in FORMATS:
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
@@ -66,16 +78,29 @@ def apply_changes(
             f"the batch has no columns {', '.join(missing)}: pass the rows of the source dcp to"
             " apply_changes with all their columns"
         )
-    writer = TableWriter(_query_of(batch_df) if query is None else query, take_over_from)
+    if keep_cuts is not None and (format == "delta" or not 1 <= keep_cuts <= CUTS_MAX):
+        raise ValueError(
+            f"keep_cuts takes 1 to {CUTS_MAX}, not {keep_cuts}, and only parquet has it: Delta"
+            " keeps cuts as long as its history"
+        )
+    query = _query_of(batch_df) if query is None else query
+    writer = TableWriter(query, take_over_from, consistent)
     if format == "parquet":
         from clients.spark.sink.parquet import apply_batch
 
         if storage_options:
             raise ValueError("storage_options need format='delta'; parquet writes to a folder")
         # Resolve a relative path here: executors have other working folders.
-        apply_batch(batch_df, Path(path).absolute(), buckets, writer)
-        return
-    _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {}, writer)
+        keep = CUTS_KEPT if keep_cuts is None else keep_cuts
+        at = apply_batch(batch_df, Path(path).absolute(), buckets, writer, keep)
+    else:
+        delta = _delta()
+        at = delta.apply_batch(batch_df.toArrow(), path, buckets, storage_options or {}, writer)
+    if at.is_told and not at.time:
+        _LOG.warning(
+            "batch %d of %s ends at no cut, because history branched or was compacted after it was"
+            " planned: the next batch repairs that", batch_id, path,
+        )  # fmt: skip
 
 
 def _query_of(batch_df: DataFrame) -> str:
@@ -90,10 +115,14 @@ def read_table(
     path: str,
     table: str = "current",
     *,
+    as_of: int | None = None,
     format: str | None = None,  # noqa: A002
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
     """Return `current` (the documents) or `changes` (the log) of the table at `path`.
+
+    `as_of` is the closed time of a cut that the table has kept (`table_cuts`): the rows are those
+    of one moment of the whole store. None: those of the last batch.
 
     `format` is "parquet" or "delta"; None: the one that the table has.
     With "delta" the driver reads the rows. Spark with delta-spark can also read `path/current`.
@@ -104,17 +133,34 @@ def read_table(
     if format is None:
         format = _format_of(path, table)  # noqa: A001
     if format == "delta":
-        return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}))
+        return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}, as_of))
     if format != "parquet":
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
     from clients.spark.sink.parquet import files_of
 
     if _format_of(path, table) == "delta":
         raise DcpdError(f"the table at {path} is a Delta table: leave out format='parquet'")
-    files = files_of(Path(path).absolute(), table)
+    files = files_of(Path(path).absolute(), table, as_of)
     if not files:
         raise DcpdError(f"the table at {path} has no rows in {table} yet")
     return spark.read.parquet(*files)
+
+
+def table_cuts(
+    path: str,
+    *,
+    format: str | None = None,  # noqa: A002
+    storage_options: Mapping[str, str] | None = None,
+) -> list[int]:
+    """Return the closed times of the cuts that the table at `path` has kept, ascending.
+
+    Raises DcpdError if there is no table.
+    """
+    if (_format_of(path, "changes") if format is None else format) == "delta":
+        return list(_delta().versions_of_cuts(path, storage_options or {}))
+    from clients.spark.sink.parquet import cuts_of_table
+
+    return cuts_of_table(Path(path).absolute())
 
 
 def _format_of(path: str, table: str) -> str:

@@ -13,6 +13,9 @@ interrupted attempt left (docs/spark.md):
 The commit of step 1 stores the highest seqno of each vbucket in its metadata. If another program
 committed last (for example OPTIMIZE), the seqnos are read from the log's rows. A property of the
 log names the query that owns both tables (QUERY_PROPERTY).
+
+If the batch ends at a consistent cut, a fourth commit, of no rows, says so in its metadata: the
+log's version of that commit and the version of current that it names are the table at the cut.
 """
 
 from __future__ import annotations
@@ -29,22 +32,30 @@ import pyarrow.dataset as ds
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
+from clients.errors import DcpdError
 from clients.spark.sink.rules import (
+    AtCut,
     TableWriter,
     above,
     as_current,
+    at_cut,
     bucket_of,
     changes_in,
+    check_kept,
     cut_partitions,
     cuts_of,
     identities,
     is_one_of,
     owner_after,
     verdict,
+    without_cuts,
 )
 
 HIGH: Final = "dcpHigh"
 """Key in the commit metadata: JSON text, vbucket -> highest seqno."""
+CUT: Final = "dcpCut"
+"""Key in the metadata of a commit to the log: JSON text, a cut's closed time and the version of
+current at it."""
 QUERY_PROPERTY: Final = "dcpd.query"
 """The query that owns the tables. Delta refuses commits that are based on older metadata, so after
 a change of owner the old query cannot write."""
@@ -59,14 +70,22 @@ _PREDICATE_PARTITIONS: Final = 128
 
 def apply_batch(
     batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: TableWriter
-) -> None:
-    """Apply a batch. Raises DcpdError if the tables belong to another query."""
+) -> AtCut:
+    """Apply a batch; return where it ends.
+
+    Raises DcpdError if the tables belong to another query.
+    """
+    at = at_cut(batch)
+    writer.check(at)
+    batch = without_cuts(batch)
     tables = _Tables(path, dict(options), buckets, writer)
     tables.own()
-    if not batch.num_rows:
-        return
     try:
-        _apply(batch, tables)
+        if batch.num_rows:
+            _apply(batch, tables)
+        if at.time:
+            tables.name_cut(at.time)
+        return at
     except CommitFailedError:
         tables.own()  # raises a clear error if another query took over meanwhile
         raise
@@ -211,20 +230,61 @@ class _Tables:
                 commit_properties=_metadata(high) if is_last else None,
             )
 
+    def name_cut(self, time: int) -> None:
+        """Say that both tables are at a cut now."""
+        log, current = self._open(self._changes_path), self._open(self._current_path)
+        if log is None or current is None:
+            return  # nothing was ever written
+        cut = json.dumps({"time": time, "current": current.version()})
+        none = log.to_pyarrow_dataset().schema.empty_table()
+        write_deltalake(
+            log, none, mode="append", storage_options=self._options,
+            commit_properties=_metadata(self.high(), {CUT: cut}),
+        )  # fmt: skip
+
     def _bucketed(self, rows: pa.Table) -> pa.Table:
         of_bucket = [bucket_of(vb_id, self._buckets) for vb_id in range(1024)]
         numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
         return rows.append_column("bucket", numbers)
 
 
-def _metadata(high: Mapping[int, int]) -> CommitProperties:
+def _metadata(high: Mapping[int, int], more: Mapping[str, str] | None = None) -> CommitProperties:
     text = json.dumps({str(vb_id): high[vb_id] for vb_id in sorted(high)})
-    return CommitProperties(custom_metadata={HIGH: text})
+    return CommitProperties(custom_metadata={HIGH: text, **(more or {})})
 
 
-def rows_of(path: str, table: str, options: Mapping[str, str]) -> Any:
-    """Return the rows of `changes` or `current`, without the sink's internal columns."""
-    delta = DeltaTable(f"{path.rstrip('/')}/{table}", storage_options=dict(options) or None)
-    rows = delta.to_pyarrow_table()
+def versions_of_cuts(path: str, options: Mapping[str, str]) -> dict[int, dict[str, int]]:
+    """Return the versions of `changes` and `current` at each cut that the log's history has.
+
+    The keys are closed times, ascending.
+    """
+    log = DeltaTable(f"{path.rstrip('/')}/changes", storage_options=dict(options) or None)
+    found = {}
+    for commit in reversed(log.history()):
+        if CUT in commit:
+            cut = json.loads(commit[CUT])
+            found[cut["time"]] = {"changes": commit["version"], "current": cut["current"]}
+    return dict(sorted(found.items()))
+
+
+def rows_of(path: str, table: str, options: Mapping[str, str], as_of: int | None = None) -> Any:
+    """Return the rows of `changes` or `current`, without the sink's internal columns.
+
+    `as_of`: the closed time of a cut. Raises DcpdError if the table has not kept it.
+    """
+    version = None
+    if as_of is not None:
+        cuts = versions_of_cuts(path, options)
+        check_kept(as_of, list(cuts), path, "Delta keeps its history for 30 days, unless told so")
+        version = cuts[as_of][table]
+    name = f"{path.rstrip('/')}/{table}"
+    delta = DeltaTable(name, version=version, storage_options=dict(options) or None)
+    try:
+        rows = delta.to_pyarrow_table()
+    except FileNotFoundError as error:
+        raise DcpdError(
+            f"the files of version {delta.version()} of {name} are gone: {error}",
+            hint="VACUUM removes what is older than its retention: read a newer cut.",
+        ) from error
     own = [name for name in ("bucket", APPLIED) if name in rows.column_names]
     return rows.drop_columns(own)

@@ -14,6 +14,7 @@ Invariants
   of older manifests are removed. So a power cut leaves a complete table, with every batch that was
   reported to Spark as done;
 - files that a batch replaced are removed after the next batch, so readers have time to finish;
+- files that a kept cut names are valid: it is the table as of that cut, whatever came later;
 - a table belongs to one query (`rules.owner_after`).
 """
 
@@ -33,22 +34,26 @@ import pyarrow.parquet as pq
 
 from clients.errors import DcpdError
 from clients.spark.sink.rules import (
+    AtCut,
     Cuts,
     TableWriter,
     above,
     as_current,
+    at_cut,
     bucket_of,
     changes_in,
+    check_kept,
     cut_partitions,
     cuts_of,
     identities,
     is_one_of,
     owner_after,
     verdict,
+    without_cuts,
 )
 
-FORMAT: Final = 2
-"""Format 1 has no owner; the next query that writes becomes the owner."""
+FORMAT: Final = 3
+"""Format 1 has no owner; the next query that writes becomes the owner. Format 2 keeps no cuts."""
 MANIFEST: Final = "manifest.json"
 FOLDERS: Final = ("changes", "current")
 MERGE_FILES: Final = 8
@@ -59,6 +64,8 @@ SWEEP_AGE_S: Final = 3600.0
 """Minimum age of unused files before they are removed. No attempt should take that long."""
 WRITTEN: Final = "bucket INT, outcome STRING"
 """Schema of the rows that a task returns to the driver, as Spark DDL."""
+CUT_ROW: Final = -1
+"""The bucket of a returned row that has the closed time of the batch's cut."""
 
 
 class LogFile(msgspec.Struct, frozen=True):
@@ -75,6 +82,14 @@ class Bucket(msgspec.Struct, frozen=True):
     current: str = ""
 
 
+class KeptCut(msgspec.Struct, frozen=True):
+    """The valid files of the table as of a cut."""
+
+    time: int
+    """Its closed time."""
+    files: dict[int, Bucket]
+
+
 class TableManifest(msgspec.Struct, frozen=True):
     """The state of a table."""
 
@@ -89,11 +104,15 @@ class TableManifest(msgspec.Struct, frozen=True):
     """Files that the last batch replaced."""
     query: str = ""
     """The query that owns the table; "" for none."""
+    cuts: tuple[KeptCut, ...] = ()
+    """The cuts that are kept, in their order."""
 
     def named(self) -> set[str]:
         """Return the names of all valid files."""
-        logs = {file.name for bucket in self.files.values() for file in bucket.changes}
-        return logs | {bucket.current for bucket in self.files.values() if bucket.current}
+        states = (self.files, *(cut.files for cut in self.cuts))
+        buckets = [bucket for files in states for bucket in files.values()]
+        logs = {file.name for bucket in buckets for file in bucket.changes}
+        return logs | {bucket.current for bucket in buckets if bucket.current}
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -125,11 +144,13 @@ def load_manifest(files: TableFiles) -> TableManifest | None:
     return manifest
 
 
-def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) -> None:
+def apply_batch(
+    batch_df: Any, path: Path, buckets: int, writer: TableWriter, keep_cuts: int
+) -> AtCut:
     """Apply a batch (a DataFrame): one Spark job writes files, then the manifest lists them.
 
-    Raises DcpdError if the table has an unknown format, belongs to another query, or another
-    program writes to it at the same time.
+    Return where it ends. Raises DcpdError if the table has an unknown format, belongs to another
+    query, or another program writes to it at the same time.
     """
     files = TableFiles(path)
     manifest = open_table(files, buckets, writer)
@@ -142,13 +163,24 @@ def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) ->
         arrived = list(batches)
         if arrived:  # in the session's time zone; the cast to UTC keeps the instants
             rows = pa.Table.from_batches(arrived).cast(schema)
-            yield from write_buckets(rows, files, manifest)
+            cut = at_cut(rows)
+            if cut.is_told:
+                yield _returned(CUT_ROW, str(cut.time))
+            yield from write_buckets(without_cuts(rows), files, manifest)
 
     bucketed = batch_df.repartition(tasks, (batch_df["vb"] * count / 1024).cast("int"))
     rows = bucketed.mapInArrow(write, WRITTEN).collect()
-    outcomes = {row["bucket"]: msgspec.json.decode(row["outcome"], type=Outcome) for row in rows}
-    if outcomes:
-        commit(files, manifest, outcomes)
+    told = [int(row["outcome"]) for row in rows if row["bucket"] == CUT_ROW]
+    at = AtCut(bool(told), told[0] if len(set(told)) == 1 else 0)
+    writer.check(at)
+    outcomes = {
+        row["bucket"]: msgspec.json.decode(row["outcome"], type=Outcome)
+        for row in rows
+        if row["bucket"] != CUT_ROW
+    }
+    if outcomes or at.time:
+        commit(files, manifest, outcomes, at.time, keep_cuts)
+    return at
 
 
 def open_table(files: TableFiles, buckets: int, writer: TableWriter) -> TableManifest:
@@ -179,12 +211,14 @@ def write_buckets(
     for number in present:
         batch = rows.filter(pc.equal(numbers, number))
         outcome = apply_to_bucket(batch, files, number, manifest, merge_files)
-        yield pa.RecordBatch.from_pydict(
-            {
-                "bucket": pa.array([number], pa.int32()),
-                "outcome": pa.array([msgspec.json.encode(outcome).decode()]),
-            }
-        )
+        yield _returned(number, msgspec.json.encode(outcome).decode())
+
+
+def _returned(bucket: int, outcome: str) -> pa.RecordBatch:
+    """Return a row for the driver (`WRITTEN`)."""
+    return pa.RecordBatch.from_pydict(
+        {"bucket": pa.array([bucket], pa.int32()), "outcome": pa.array([outcome])}
+    )
 
 
 def apply_to_bucket(
@@ -295,8 +329,17 @@ class _Folder:
             self._files.sync_folder(folder)
 
 
-def commit(files: TableFiles, before: TableManifest, outcomes: Mapping[int, Outcome]) -> None:
-    """Replace the manifest, which makes a batch valid; remove the files replaced before it."""
+def commit(
+    files: TableFiles,
+    before: TableManifest,
+    outcomes: Mapping[int, Outcome],
+    cut_time: int = 0,
+    keep_cuts: int = 1,
+) -> None:
+    """Replace the manifest, which makes a batch valid; remove the files replaced before it.
+
+    `cut_time`: the closed time of the cut that the table is at then; 0: it is at none.
+    """
     now = load_manifest(files)
     if (now.generation if now else 0) != before.generation:
         raise DcpdError(
@@ -307,9 +350,14 @@ def commit(files: TableFiles, before: TableManifest, outcomes: Mapping[int, Outc
     high = dict(before.high)
     for outcome in outcomes.values():
         high.update(outcome.high)
+    cuts = before.cuts
+    if cut_time:
+        others = [cut for cut in cuts if cut.time < cut_time]
+        cuts = (*others, KeptCut(cut_time, named))[-keep_cuts:]
     after = msgspec.structs.replace(
-        before, generation=before.generation + 1, files=named, high=dict(sorted(high.items()))
-    )
+        before, generation=before.generation + 1, files=named, high=dict(sorted(high.items())),
+        cuts=cuts,
+    )  # fmt: skip
     unused = {name for outcome in outcomes.values() for name in outcome.unused}
     replaced = tuple(sorted((before.named() | unused) - after.named()))
     after = msgspec.structs.replace(after, replaced=replaced)
@@ -334,13 +382,29 @@ def _sweep(files: TableFiles, manifest: TableManifest) -> None:
                 files.remove(name)
 
 
-def files_of(path: Path, table: str) -> list[str]:
-    """Return the files of `current` or `changes`, ordered by bucket."""
+def cuts_of_table(path: Path) -> list[int]:
+    """Return the closed times of the cuts that a table has kept, ascending."""
+    return [cut.time for cut in _manifest_of(path).cuts]
+
+
+def _manifest_of(path: Path) -> TableManifest:
     manifest = load_manifest(TableFiles(path))
     if manifest is None:
         raise DcpdError(f"there is no table at {path}: {MANIFEST} is missing")
+    return manifest
+
+
+def files_of(path: Path, table: str, as_of: int | None = None) -> list[str]:
+    """Return the files of `current` or `changes`, ordered by bucket, now or as of a cut."""
+    manifest = _manifest_of(path)
+    valid = manifest.files
+    if as_of is not None:
+        kept = {cut.time: cut.files for cut in manifest.cuts}
+        hint = f"It keeps {len(kept)} of them; apply_changes(..., keep_cuts=N) keeps N"
+        check_kept(as_of, list(kept), str(path), hint)
+        valid = kept[as_of]
     names: list[str] = []
-    for _, bucket in sorted(manifest.files.items()):
+    for _, bucket in sorted(valid.items()):
         if table == "changes":
             names += [file.name for file in bucket.changes]
         elif bucket.current:

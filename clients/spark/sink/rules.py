@@ -12,7 +12,7 @@ docs/spark.md shows why, for every set of rows that a repeated batch can have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import pyarrow as pa
@@ -31,6 +31,48 @@ class Cuts(NamedTuple):
     high: dict[int, int]
 
 
+class AtCut(NamedTuple):
+    """Which cut the source names at the end of a batch (docs/spark.md)."""
+
+    is_told: bool
+    """Whether the source was asked for cuts (option consistent)."""
+    time: int
+    """The closed time of the cut; 0: the batch ends at none."""
+
+
+def at_cut(rows: pa.Table) -> AtCut:
+    """Return where a batch ends, from its rows with op "cut": each task that read it has one."""
+    times = set(rows.filter(pc.equal(rows["op"], "cut"))["cas"].to_pylist())
+    (time,) = times if len(times) == 1 else (None,)
+    return AtCut(bool(times), time or 0)
+
+
+def without_cuts(rows: pa.Table) -> pa.Table:
+    """Return a batch without the rows that name its cut."""
+    return rows.filter(pc.not_equal(rows["op"], "cut"))
+
+
+def check_kept(as_of: int, kept: Sequence[int], path: str, hint: str) -> None:
+    """Raise DcpdError that names what is missing if a table has not kept a cut.
+
+    `kept`: closed times, ascending. `hint`: how to keep more of them.
+    """
+    if as_of in kept:
+        return
+    table = f"the table at {path}"
+    if not kept:
+        what = f"{table} has kept no cut: its query needs the option consistent"
+    elif as_of < kept[0]:
+        what = f"{table} has not kept the cut {as_of}: its oldest is {kept[0]}. {hint}"
+    elif as_of > kept[-1]:
+        what = f"{table} is not at {as_of} yet: its newest cut is {kept[-1]}"
+    else:
+        next_one = next(time for time in kept if time > as_of)
+        before = max(time for time in kept if time < as_of)
+        what = f"{as_of} is no cut of {table}: those next to it are {before} and {next_one}"
+    raise DcpdError(what, hint="table_cuts(path) lists the cuts that a table has kept.")
+
+
 class TableWriter(NamedTuple):
     """The query that applies a batch."""
 
@@ -38,6 +80,16 @@ class TableWriter(NamedTuple):
     """The query's id from its checkpoint; "" if unknown."""
     take_over_from: str = ""
     """Id of a query whose table this one may take over."""
+    needs_cuts: bool = False
+    """Refuse batches of a source without the option consistent."""
+
+    def check(self, at: AtCut) -> None:
+        """Raise DcpdError if a batch must name its cut and does not."""
+        if self.needs_cuts and not at.is_told:
+            raise DcpdError(
+                "the batch names no cut: consistent=True needs a source with the option consistent",
+                hint="Use .option('consistent', 'true'), and pass all of its rows.",
+            )
 
 
 def owner_after(owner: str, writer: TableWriter, path: str) -> str:
