@@ -66,8 +66,7 @@ class StreamHub:
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
         self.cutting: dict[Follower, None] = {}  # negotiated closed times: they are told each cut
-        self.cut_time = 0
-        """The time of the newest cut, or when somebody began to follow cuts; 0: nobody does."""
+        self.cut_time = 0  # of the newest cut, or when somebody began to follow cuts; 0: nobody does
         self.group_leases = GroupLeases()
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""
@@ -117,16 +116,6 @@ class StreamHub:
             if stream in follower.reading(stream.vb_id):
                 follower.end(stream, reason)
                 return
-
-    def begin_cut(self, cut: Cut) -> None:
-        """A cut is drawn: tell those that follow cuts."""
-        self.cut_time = cut.time
-        for follower in self.cutting:
-            follower.begin_cut(cut)
-
-    def cut_age_s(self, now_ns: int) -> float:
-        """Return the age of the newest cut; 0: nobody follows cuts. `now_ns` is Unix time."""
-        return max(0.0, (now_ns - self.cut_time) / 1e9) if self.cutting and self.cut_time else 0.0
 
     def committed(self, vb_ids: Iterable[int]) -> None:
         """Wake the followers of these partitions."""

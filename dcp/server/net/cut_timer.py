@@ -8,6 +8,7 @@ from typing import Final
 
 from dcp.server.storage.closed_times import ClosedTimes
 from dcp.stream.hub import StreamHub
+from dcp.stream.pending_cut import begin_cut
 from vbucket.engine.cut import draw_cut
 from vbucket.engine.engine import Engine
 
@@ -41,7 +42,7 @@ class CutTimer:
         now_ns = time.time_ns()
         self._engine.begin_batch(now_ns)
         if self._engine.now_ns | 0xFFFF <= self._engine.closed_max:
-            self.hub.begin_cut(draw_cut(self._engine, now_ns))
+            begin_cut(self.hub, draw_cut(self._engine, now_ns))
 
     def stop(self) -> None:
         """Draw no more cuts."""

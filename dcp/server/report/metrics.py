@@ -34,6 +34,7 @@ from dcp.server.report.disk_use import bytes_in
 from dcp.server.report.metric_sources import MetricSources, MetricSpec, Samples, one
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
+from dcp.stream.pending_cut import cut_age_s
 from dcp.stream.producer import Producer
 from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
@@ -435,7 +436,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Time since this node's newest consistent cut, while consumers follow cuts; 0: none does.",
         "above a second: cuts stand still, and with them those consumers. `dcpctl cluster status`"
         " says why",
-        one(lambda of: of.hub.cut_age_s(time.time_ns())),
+        one(lambda of: cut_age_s(of.hub, time.time_ns())),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),

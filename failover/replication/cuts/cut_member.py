@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from dcp.stream.hub import StreamHub
+from dcp.stream.pending_cut import begin_cut, cut_age_s
 from failover.replication.commit import HighWatermarks
 from failover.rules.cut import HOLD_NS_MAX, Ask, clock_fault, is_covered, why_not_drawn
 from vbucket.engine.cut import UNCOVERED, Cut, close_time
@@ -95,13 +96,13 @@ class CutMember:
                 self._engine.partitions, self._drawn, self._seqnos, strict=True
             )
         ]
-        self._hub.begin_cut(Cut(time, seqnos, round_))
+        begin_cut(self._hub, Cut(time, seqnos, round_))
         self._release()
         return True
 
     def age_s(self, now_ns: int) -> float:
         """Return the age of this node's newest cut; 0: nobody follows cuts here."""
-        return self._hub.cut_age_s(now_ns)
+        return cut_age_s(self._hub, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: drop a cut whose leader says no more, forget a leader of long ago."""
