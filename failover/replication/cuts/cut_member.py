@@ -48,6 +48,8 @@ class CutMember:
             )
         self.why_not = ""
         """Why it did not draw the last cut that it was asked for; "": it did."""
+        self.asked_time = 0
+        """The time that it was to close last, and may close if its disk knows a later one."""
         self.led_by = ""
         """The leader with the lowest id of late."""
         self._led_ns: int | None = None
@@ -62,12 +64,14 @@ class CutMember:
         why = self.why_never
         if not why and not self._hub.cutting:
             why = "nobody follows cuts here"
-        if not why and ask.time > self._engine.closed_max:
-            why = "its disk does not say yet that so late a time may be closed"
         why = why or why_not_drawn(
             ask, self._held, first_open=self._engine.first_open_ns, own_clock_ns=clock_ns,
             is_led_by=self.led_by,
         )  # fmt: skip
+        if not why:
+            self.asked_time = ask.time
+            if ask.time > self._engine.closed_max:
+                why = "its disk does not say yet that so late a time may be closed"
         self.why_not = why
         if not self.led_by or ask.leader <= self.led_by:
             self.led_by, self._led_ns = ask.leader, None
