@@ -74,6 +74,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),
     "consistent cuts of clusters": Feature(8, 1010),
+    "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
     "Spark: batches that end at cuts, tables as of a cut": Feature(1, 460),

@@ -55,6 +55,19 @@ def clock_fault(ask: Ask, own_clock_ns: int) -> str:
     return f"its clock is {abs(off_ns) / 1e9:.1f} s {way} that of most nodes"
 
 
+def first_open_of_all(members: Iterable[tuple[int, int]], clock_ns: int) -> int:
+    """Return the lowest CAS that none of these members has closed, 0 if there are none: clock, and
+    lowest CAS that it has not closed. Not of those whose clocks are off: they close nothing now.
+
+    What one of them has closed was the clock of most members then. If that was set back since, all
+    go on from there, or this one could take part in no cut until the clock is there again.
+    """
+    return max(
+        (first for own_ns, first in members if abs(own_ns - clock_ns) <= CLOCK_OFF_NS_MAX),
+        default=0,
+    )
+
+
 def why_not_drawn(ask: Ask, held: Ask | None, *, first_open: int, is_led_by: str) -> str:
     """Return why a member does not draw a cut; "": it does.
 

@@ -159,6 +159,10 @@ class CutRounds(CutTimer):
         if self._leader.is_decided:
             self._finish(ask)
 
+    def next_ns(self) -> int:
+        """See CutTimer: what leaders ask for. A clock that is off reserves nothing."""
+        return self._cuts.asked_time
+
     def stop(self) -> None:
         """Draw no more cuts."""
         super().stop()

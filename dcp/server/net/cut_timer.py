@@ -29,11 +29,15 @@ class CutTimer:
         """Draw a cut if it is wanted, and again and again until `stop`."""
         self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
         if self.hub.cutting:
-            self._closed.reserve()
+            self._closed.reserve(self.next_ns())
             self.hub.cut_time = self.hub.cut_time or time.time_ns()
         else:
             self.hub.cut_time = 0
         self.draw()
+
+    def next_ns(self) -> int:
+        """Return the time that is closed next, as far as is known."""
+        return max(time.time_ns(), self._engine.first_open_ns)
 
     def draw(self) -> None:
         """Draw a cut of this node, if it is wanted."""

@@ -51,6 +51,8 @@ class CutMember:
         """Why it did not draw the last cut that it was asked for; "": it did."""
         self.clock_fault = ""
         """How its clock was off at that time; "": it was not."""
+        self.asked_time = 0
+        """The time that it was to close last, and may close if its disk knows a later one."""
         self.led_by = ""
         """The leader with the lowest id of late."""
         self._led_ns: int | None = None
@@ -65,12 +67,14 @@ class CutMember:
         why = self.why_never
         if not why and not self._hub.cutting:
             why = "nobody follows cuts here"
-        if not why and ask.time > self._engine.closed_max:
-            why = "its disk does not say yet that so late a time may be closed"
         self.clock_fault = clock_fault(ask, clock_ns)
         why = why or self.clock_fault or why_not_drawn(
             ask, self._held, first_open=self._engine.first_open_ns, is_led_by=self.led_by
         )  # fmt: skip
+        if not why:
+            self.asked_time = ask.time
+            if ask.time > self._engine.closed_max:
+                why = "its disk does not say yet that so late a time may be closed"
         self.why_not = why
         if not self.led_by or ask.leader <= self.led_by:
             self.led_by, self._led_ns = ask.leader, None
