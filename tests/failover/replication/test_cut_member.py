@@ -68,6 +68,17 @@ def test_a_leader_that_says_no_more_holds_up_nobody(monkeypatch: pytest.MonkeyPa
     assert cuts.led_by == ""
 
 
+def test_a_member_knows_whether_its_clock_kept_it_from_a_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, cuts, _ = drawn(monkeypatch)
+    late = Ask("m1", 8, T + 1, 40 * S)
+    assert cuts.draw(late, 40 * S)
+    assert cuts.clock_fault == "", "something else did"
+    assert cuts.draw(late, 43 * S) == cuts.clock_fault
+    assert "3.0 s ahead" in cuts.clock_fault
+
+
 def test_what_has_another_master_meanwhile_is_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, cuts, told = drawn(monkeypatch)
     copies.a.core.master.step_down(0, "epoch 2 has begun")
