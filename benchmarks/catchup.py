@@ -15,6 +15,7 @@ import asyncio
 import json
 import sys
 import time
+from functools import partial
 from typing import Any, Final
 
 from vbucket.model.ids import NUM_VBUCKETS
@@ -41,9 +42,7 @@ def follow_redis(port: int, changes: int, state: dict[bytes, bytes]) -> None:
             positions[name] = entries[-1][0]
             seen += len(entries)
     client.close()
-    if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
-    return state
+    check(seen, changes)
 
 
 async def follow_nats(port: int, changes: int, state: dict[bytes, bytes]) -> None:
@@ -66,45 +65,32 @@ async def follow_nats(port: int, changes: int, state: dict[bytes, bytes]) -> Non
     await connection.close()
 
 
-async def follow_dcpd(port: int, changes: int, state: dict[bytes, bytes]) -> None:
-    """Follow all partitions with our consumer to their end. Mutations come as columns."""
+def check(seen: int, changes: int) -> None:
+    """End the process if other changes came than were written."""
+    if seen != changes:
+        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
+
+
+async def follow_batches(port: int, changes: int, state: dict[bytes, bytes], *, lazy: bool) -> None:
+    """Follow all partitions with our consumer to their end, in batches. With `lazy`, mutations come
+    as columns.
+    """
     from clients import Consumer, Deletion, Mutation, Mutations
 
     seen = 0
     async with Consumer(f"127.0.0.1:{port}", until_now=True) as consumer:
-        async for items in consumer.lazy_batches():
+        async for items in consumer.lazy_batches() if lazy else consumer.batches():
             for item in items:
-                if isinstance(item, Mutations):
-                    state.update(item.items())
-                    seen += len(item)
-                elif isinstance(item, Mutation):
+                if isinstance(item, Mutation):
                     state[item.key] = item.value
                     seen += 1
+                elif isinstance(item, Mutations):
+                    state.update(item.items())
+                    seen += len(item)
                 elif isinstance(item, Deletion):
                     del state[item.key]
                     seen += 1
-    if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
-    return state
-
-
-async def follow_events(port: int, changes: int, state: dict[bytes, bytes]) -> None:
-    """The same, with an event for each change."""
-    from clients import Consumer, Deletion, Mutation
-
-    seen = 0
-    async with Consumer(f"127.0.0.1:{port}", until_now=True) as consumer:
-        async for events in consumer.batches():
-            for event in events:
-                if isinstance(event, Mutation):
-                    state[event.key] = event.value
-                    seen += 1
-                elif isinstance(event, Deletion):
-                    del state[event.key]
-                    seen += 1
-    if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
-    return state
+    check(seen, changes)
 
 
 async def follow_each(port: int, changes: int, state: dict[bytes, bytes]) -> None:
@@ -120,8 +106,7 @@ async def follow_each(port: int, changes: int, state: dict[bytes, bytes]) -> Non
             elif isinstance(event, Deletion):
                 del state[event.key]
                 seen += 1
-    if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
+    check(seen, changes)
 
 
 def main() -> int:
@@ -137,7 +122,9 @@ def main() -> int:
         follow_redis(options.port, options.changes, state)
     else:
         follow = {
-            "dcpd": follow_dcpd, "events": follow_events, "each": follow_each, "nats": follow_nats,
+            "dcpd": partial(follow_batches, lazy=True),
+            "events": partial(follow_batches, lazy=False),
+            "each": follow_each, "nats": follow_nats,
         }[options.peer]  # fmt: skip
         asyncio.run(follow(options.port, options.changes, state))
     seconds = time.perf_counter() - began

@@ -120,7 +120,7 @@ class ReplicaNode(CoreNode):
         if len(members) > 1:
             session = ClusterSession(ROOT, member, 1, CoordinatorSettings())
             self.core = ReplicationCore(
-                self.engine, self.store, self.hub, self.groups, session, ReplicationSettings(),
+                self.engine, self.store, self.groups, session, ReplicationSettings(),
                 cluster="benchmark", carry_out=_nothing_to_write, depose=_nobody_to_depose,
                 now_ns=self.now_ns,
             )  # fmt: skip

@@ -70,9 +70,11 @@ FEATURES: Final[dict[str, Feature]] = {
     "runs of all plain changes": Feature(0, 36),
     "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),
     "dcpd --partitions, and scenarios of the kit about it": Feature(0, 237),
+    "Couchbase's consumers keep their connections while partitions move": Feature(0, 20),
     "a cluster's secret changes while nodes run": Feature(3, 390),
     "consistent cuts, atomic batches": Feature(7, 950),
-    "consistent cuts of clusters": Feature(8, 960),
+    "consistent cuts of clusters": Feature(8, 1010),
+    "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
@@ -81,14 +83,14 @@ FEATURES: Final[dict[str, Feature]] = {
 
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
-    "arguments of a constructor": Cap(11, 10),
-    "callbacks passed to constructors": Cap(65, 40),
-    "Protocol classes": Cap(34, 25),
+    "arguments of a constructor": Cap(10, 10),
+    "callbacks passed to constructors": Cap(63, 40),
+    "Protocol classes": Cap(32, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(477 + sum(each.files for each in FEATURES.values()), 340),
-    "files in a folder": Cap(16, 15),
-    "lines": Cap(102_860 + sum(each.lines for each in FEATURES.values()), 87_000),
+    "files": Cap(476 + sum(each.files for each in FEATURES.values()), 340),
+    "files in a folder": Cap(15, 15),
+    "lines": Cap(102_805 + sum(each.lines for each in FEATURES.values()), 87_000),
 }
 
 

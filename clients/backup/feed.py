@@ -22,8 +22,8 @@ from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
 from clients.position import Position
-from clients.streaming.cursor import Cursor
 from clients.streaming.outcome import RollbackAsked
+from clients.streaming.stream_connection import RetriedStream
 from dcp.wire.message import MarkerFlag
 
 
@@ -38,7 +38,7 @@ class FeedState(Enum):
     GONE = auto()
 
 
-class Feed(Cursor):
+class Feed(RetriedStream):
     """One partition in a run; see the module."""
 
     ranges_max = sys.maxsize
@@ -53,7 +53,7 @@ class Feed(Cursor):
         versions_max: int | None = None,
     ) -> None:
         """`chain`: the legs of all earlier runs. `legs`: those of this run so far."""
-        self.vb_id = vb_id
+        super().__init__(vb_id)
         self.run = run
         self.state = FeedState.IDLE
         self.target: int | None = None
@@ -61,9 +61,6 @@ class Feed(Cursor):
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
-        self.opaque = 0
-        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
-        self.retry_ns = self.retry_at_ns = 0
         self._chain = chain
         self._closed = legs
         self._versions_max = versions_max

@@ -71,7 +71,7 @@ EXIT_CODES_TEXT: Final = (
 )
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "ping": ("ping_command:ping", "Check that the server answers; can wait for it."),
+    "ping": ("node.ping_command:ping", "Check that the server answers; can wait for it."),
     "get": ("documents.document_commands:get", "Print a document."),
     "set": ("documents.document_commands:set_", "Store a document."),
     "del": ("documents.document_commands:delete", "Delete documents."),

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from typing import Final, NamedTuple, Protocol, cast
+from collections.abc import AsyncIterator, Collection, Iterable
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
@@ -36,6 +36,8 @@ PIECES_PER_S: Final = 10
 """With a rate limit, the events of one second are returned in this many pieces."""
 _CHANGES: Final = (Mutation, Deletion, Mutations)
 _DOCUMENTS: Final = (Mutation, Deletion, Rollback)
+S = TypeVar("S")
+"""A session: the consumer's end of a connection."""
 
 
 class Delivery(NamedTuple):
@@ -87,6 +89,72 @@ class Source(Protocol):
         """Decide the rollback at an index of a batch. All events before it are processed."""
 
 
+class CutMeeting(Generic[S]):
+    """Where the sessions of a consumer wait for each other at a cut of the cluster. Pure."""
+
+    def __init__(self) -> None:
+        self.closed: dict[int, int] = {}
+        """Partition -> closed time up to which all changes were returned."""
+        self._at: dict[S, Closed] = {}
+        """Sessions that wait at a cut until all are there."""
+
+    def note(self, closed: Closed) -> bool:
+        """Note the closed time at the end of a batch; return whether all partitions of its session
+        have reached it.
+        """
+        known = self.closed
+        if closed.time <= max((known.get(vb_id, 0) for vb_id in closed.vb_ids), default=0):
+            return False  # the server's clock was set back while it was down
+        known.update(dict.fromkeys(closed.vb_ids, closed.time))
+        return closed.is_whole
+
+    def wait(self, session: S, closed: Closed) -> None:
+        """Let a session wait at a cut."""
+        self._at[session] = closed
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a session waits."""
+        return bool(self._at)
+
+    def release(self) -> None:
+        """Let all sessions go on."""
+        self._at = {}
+
+    def is_cut(self, following: Collection[S], followed: set[int]) -> bool:
+        """Whether all sessions wait at one cut, and go on now. If they are at several, those before
+        the last one go on to it. `following`: the sessions that follow partitions, `followed`:
+        the partitions that are followed.
+        """
+        at = self._at = {each: self._at[each] for each in following if each in self._at}
+        if not at or len(at) < len(following):
+            return False
+        last = max(closed.time for closed in at.values())
+        if any(closed.time < last for closed in at.values()):
+            self._at = {each: closed for each, closed in at.items() if closed.time == last}
+            return False
+        self._at = {}
+        reached = set().union(*(closed.vb_ids for closed in at.values()))
+        return followed <= reached and len({each.round for each in at.values()}) == 1
+
+    def next_index(self, queue: Iterable[tuple[S, Batch]], following: Collection[S]) -> int | None:
+        """Return which queued batch is next: the first one whose session does not wait at a cut.
+        None: there is none.
+        """
+        if self._at and self._at.keys() >= {*following}:
+            self._at = {}  # partitions have moved, and nobody is left to wait for
+        held: set[int] = set()
+        for index, (session, batch) in enumerate(queue):
+            if session in self._at and session in following:
+                held |= batch.positions.keys()
+            elif held.isdisjoint(batch.positions):
+                return index
+            else:
+                self._at = {}  # a partition has moved: what came first of it goes first
+                return 0
+        return None
+
+
 class BatchReader:
     """The batches of a consumer that were received, and how far its user is in them."""
 
@@ -107,12 +175,11 @@ class BatchReader:
         self.pace = None if events_per_s is None else Pace(events_per_s)
         self.delivered: Checkpoint = {}
         """The positions at the beginning of the current batch."""
-        self.closed: dict[int, int] = {}
+        self._meeting = CutMeeting[ConsumerSession]()
+        self.closed = self._meeting.closed
         """Partition -> closed time up to which all changes were returned."""
         self._cut_time = 0
         """The closed time of the cut that is being returned; 0: none is."""
-        self._at: dict[ConsumerSession, Closed] = {}
-        """Sessions that wait at a cut until all are there."""
         self._held: list[Event] = []
         """Events of `cuts` that wait for their cut."""
         self._at_cut: Checkpoint | None = None
@@ -200,7 +267,8 @@ class BatchReader:
     ) -> AsyncIterator[list[Item]]:
         """Yield pieces of batches, and with `marks` [] after the last one before a cut."""
         self._is_single = False
-        self._cut_time, self._at = 0, {}
+        self._cut_time = 0
+        self._meeting.release()
         iteration = self._iteration = object()
         self.wake.set()  # wakes an older iteration, which then fails
         while True:
@@ -227,55 +295,15 @@ class BatchReader:
                 if source.asks and stop == self._piece_start and stop < len(batch.items):
                     await self._settle(source, batch, stop)
                     self._check_newest(iteration)
-            if batch.closed is not None and self._close(batch.closed) and marks:
-                self._at[self._current[0]] = batch.closed
-            if batch.closed is not None and self._is_cut(source):
+            if batch.closed is None:
+                continue
+            if self._meeting.note(batch.closed) and marks:
+                self._meeting.wait(self._current[0], batch.closed)
+            if self._meeting.is_cut(source.following, source.followed):
                 self._cut_time = batch.closed.time
                 yield []
                 self._check_newest(iteration)
                 self._cut_time = 0
-
-    def _close(self, closed: Closed) -> bool:
-        """Note the closed time at the end of the current batch; return whether all partitions of
-        its session have reached it.
-        """
-        known = self.closed
-        if closed.time <= max((known.get(vb_id, 0) for vb_id in closed.vb_ids), default=0):
-            return False  # the server's clock was set back while it was down
-        known.update(dict.fromkeys(closed.vb_ids, closed.time))
-        return closed.is_whole
-
-    def _is_cut(self, source: Source) -> bool:
-        """Whether all sessions wait at one cut. If they are at several, those before the last one
-        go on to it.
-        """
-        at = self._at = {each: self._at[each] for each in source.following if each in self._at}
-        if not at or len(at) < len(source.following):
-            return False
-        last = max(closed.time for closed in at.values())
-        if any(closed.time < last for closed in at.values()):
-            self._at = {each: closed for each, closed in at.items() if closed.time == last}
-            return False
-        self._at = {}
-        reached = set().union(*(closed.vb_ids for closed in at.values()))
-        return source.followed <= reached and len({each.round for each in at.values()}) == 1
-
-    def _next_index(self, source: Source) -> int | None:
-        """Return which queued batch is next: the first one whose session does not wait at a cut.
-        None: there is none.
-        """
-        if self._at and self._at.keys() >= {*source.following}:
-            self._at = {}  # partitions have moved, and nobody is left to wait for
-        held: set[int] = set()
-        for index, (session, batch) in enumerate(self._queue):
-            if session in self._at and session in source.following:
-                held |= batch.positions.keys()
-            elif held.isdisjoint(batch.positions):
-                return index
-            else:
-                self._at = {}  # a partition has moved: what came first of it goes first
-                return 0
-        return None
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
         """Yield the events of the last piece. Each counts as returned when it is yielded."""
@@ -403,6 +431,10 @@ class BatchReader:
         self._saver.moved(batch.items, self.delivered, batch.positions)
         self.delivered.update(batch.positions)
         session.done_with(batch)
+
+    def _next_index(self, source: Source) -> int | None:
+        following = source.following if self._meeting.is_on else ()
+        return self._meeting.next_index(self._queue, following)
 
     async def _next_batch(
         self, source: Source, iteration: object

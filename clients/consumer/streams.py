@@ -49,7 +49,6 @@ from clients.position import (
     clipped,
     rollback_reason,
 )
-from clients.streaming.cursor import Cursor
 from clients.streaming.mutations import Mutations, decoded
 from clients.streaming.outcome import (
     Ahead,
@@ -61,7 +60,7 @@ from clients.streaming.outcome import (
     StreamOutcome,
     Verdict,
 )
-from clients.streaming.stream_connection import Setup, StreamConnection
+from clients.streaming.stream_connection import RetriedStream, Setup, StreamConnection
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import parse_failover_log
 from dcp.wire.opcode import Opcode
@@ -111,14 +110,13 @@ class Wanted(NamedTuple):
     now_seqno: int | None = None
 
 
-class PartitionStream(Cursor):
+class PartitionStream(RetriedStream):
     """One partition's stream: its state, its cursor and its request. `position` None: from now."""
 
-    __slots__ = ("ceiling", "has_position", "now_seqno", "opaque", "retry_at_ns", "retry_ns",
-                 "state", "target", "vb_id")  # fmt: skip
+    __slots__ = ("ceiling", "has_position", "now_seqno", "state", "target")
 
     def __init__(self, vb_id: int, position: Position | None) -> None:
-        self.vb_id = vb_id
+        super().__init__(vb_id)
         self.state = PartitionStreamState.NEW
         self.target: int | None = None
         """Seqno at which the stream ends (`until_now`); None: it has no end, or it is unknown."""
@@ -126,10 +124,6 @@ class PartitionStream(Cursor):
         """The target before a rollback. The new target is not above it."""
         self.now_seqno: int | None = None
         """The seqno of "now" (`Wanted.now_seqno`)."""
-        self.opaque = 0
-        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
-        self.retry_ns = 0
-        self.retry_at_ns = 0
         self.place(position or Position())
         self.has_position = position is not None
 

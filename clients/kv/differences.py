@@ -68,6 +68,22 @@ class Copy(ABC):
     partitions_seen = 0
     """It has at least so many."""
 
+    received_bytes = 0
+    """How many bytes were sent for the comparison."""
+
+    @abstractmethod
+    async def collections(self) -> dict[str, int]:
+        """Return its collections: scope.collection -> id."""
+
+    @abstractmethod
+    def select(self, collection_id: int) -> None:
+        """Compare this collection from now on."""
+
+    @property
+    def only_collection(self) -> int | None:
+        """The collection that it is of, if it is of one whose name it does not know."""
+        return None
+
     @abstractmethod
     async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:
         """Return the hashes of partitions, in a table of `bits` at most."""

@@ -5,8 +5,6 @@
 
 When the block begins, the mirror has caught up with the server. With a path it is stored in an LMDB
 file, and continues exactly where it was, even after a kill.
-
-When XX
 """
 
 from __future__ import annotations
@@ -33,6 +31,45 @@ CUT_PART_EVENTS: Final = 100_000
 """A cut of more events, such as the first, is applied in parts, so it need not be in memory."""
 LOOK_AGAIN_S: Final = 0.1
 """How often `caught_up` checks while no event arrives."""
+
+
+class _Received:
+    """What the server sent: what is not stored yet, and of which partitions it sent something."""
+
+    def __init__(self) -> None:
+        self.positions: dict[int, Position] = {}
+        """By partition: positions that are not stored yet."""
+        self.resynced: dict[int, Taken] = {}
+        """What resyncs have found and the store does not have yet."""
+        self._streamed: set[int] = set()
+        """Partitions that the server has streamed: before, it may say ROLLBACK."""
+
+    def add(self, events: list[Event], positions: Mapping[int, Position]) -> list[Event]:
+        """Take events, and the positions after them. Return the events to apply: a rollback that a
+        resync has answered is none.
+        """
+        self._streamed |= {event.vb_id for event in events if isinstance(event, StreamOpened)}
+        self.positions |= positions
+        if not self.resynced:
+            return events
+        return [event for event in events if not self._is_answered(event)]
+
+    def stored(self) -> None:
+        """The store has all of it."""
+        self.positions, self.resynced = {}, {}
+
+    def has(self, vb_id: int, done: Mapping[int, Position], seqno: int) -> bool:
+        """Whether a mirror with these positions has a partition up to a seqno of the history that
+        is streamed.
+        """
+        is_there = vb_id in done and done[vb_id].seqno >= seqno
+        return is_there and vb_id in self._streamed and vb_id not in self.resynced
+
+    def _is_answered(self, event: Event) -> bool:
+        if not isinstance(event, Rollback):
+            return False
+        taken = self.resynced.get(event.vb_id)
+        return taken is not None and event.to_seqno == taken.position.seqno
 
 
 class Mirror:
@@ -82,12 +119,7 @@ class Mirror:
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
         self._resync: Resync | None = None
-        self._held: dict[int, Position] = {}
-        """Positions that are not stored yet."""
-        self._taken: dict[int, Taken] = {}
-        """What resyncs have found and the store does not have yet."""
-        self._opened: set[int] = set()
-        """Partitions that the server has streamed: before, it may say ROLLBACK."""
+        self._received = _Received()
         self.resyncs = 0
         """How many partitions were brought to the server's state by their differences."""
         self.consumer: Consumer
@@ -177,7 +209,7 @@ class Mirror:
                 targets = {
                     vb_id: seqno
                     for vb_id, seqno in targets.items()
-                    if seqno and not self._has(vb_id, done, seqno)
+                    if seqno and not self._received.has(vb_id, done, seqno)
                 }
             # A refused stream is no longer followed. Its event will raise an error in `_follow`.
             is_refused = self.consumer.metrics.streams_failed > 0
@@ -187,11 +219,6 @@ class Mirror:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S):
                         await self._moved.wait()
-
-    def _has(self, vb_id: int, done: Mapping[int, Position], seqno: int) -> bool:
-        """Whether the mirror has a partition up to a seqno of the history that is streamed."""
-        is_there = vb_id in done and done[vb_id].seqno >= seqno
-        return is_there and vb_id in self._opened and vb_id not in self._taken
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -301,30 +328,20 @@ class Mirror:
         """Apply events, and store the positions after them. Each rollback comes alone: those that a
         resync answered may wait for what follows, and are stored together.
         """
-        for event in events:
-            if isinstance(event, StreamOpened):
-                self._opened.add(event.vb_id)
-            if self._resync is not None:
+        if self._resync is not None:
+            for event in events:
                 self._resync.forget(event.vb_id)
-        self._held |= positions
-        if self._taken:
-            events = [event for event in events if not self._is_answered(event)]
-            if not events and may_wait:
-                return
+        received = self._received
+        left = received.add(events, positions)
+        if received.resynced and not left and may_wait:
+            return
         take(
-            self._store, events, self._held,
+            self._store, left, received.positions,
             collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
-            resynced=self._taken,
+            resynced=received.resynced,
         )  # fmt: skip
-        self._held, self._taken = {}, {}
+        received.stored()
         self._moved.set()
-
-    def _is_answered(self, event: Event) -> bool:
-        """Whether it is a rollback that a resync has answered."""
-        if not isinstance(event, Rollback):
-            return False
-        taken = self._taken.get(event.vb_id)
-        return taken is not None and event.to_seqno == taken.position.seqno
 
     async def _choose(self, event: Rollback) -> Literal["undo", "restart"] | Position:
         """Undo as far as the journal reaches. Otherwise take over what differs from the server, or
@@ -349,7 +366,7 @@ class Mirror:
             return "restart"
         if taken is None:
             return "restart"
-        self._taken[vb_id] = taken
+        self._received.resynced[vb_id] = taken
         self.resyncs += 1
         return taken.position
 

@@ -22,12 +22,25 @@ class MirrorCopy(RowsCopy):
         self._store = LmdbStore(path)
         self.partitions_seen = 1 + max(self._store.positions(), default=0)
         subject = self._store.subject()
-        self.collection_id = 0 if subject is None else subject[0]
+        self._collection_id = 0 if subject is None else subject[0]
         if subject is not None and subject[1]:
             self._store.close()
             raise NotComparableError(
                 f"{path} mirrors some key prefixes only", hint="Hashes are those of all keys."
             )
+
+    @property
+    def only_collection(self) -> int:
+        """See Copy."""
+        return self._collection_id
+
+    async def collections(self) -> dict[str, int]:
+        """See Copy. The file does not have the name."""
+        return {f"0x{self._collection_id:x}": self._collection_id}
+
+    def select(self, collection_id: int) -> None:
+        """See Copy. It is the one that the file has."""
+        assert collection_id == self._collection_id, "no other was offered"
 
     async def close(self) -> None:
         """Close the file."""

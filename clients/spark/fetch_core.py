@@ -40,7 +40,7 @@ from clients.position import Position, Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import PlanStep
 from clients.streaming.change_runs import EXTRAS_BYTES, LOOPS
-from clients.streaming.cursor import Cursor, agreed_seqno
+from clients.streaming.cursor import agreed_seqno
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -56,6 +56,7 @@ from clients.streaming.stream_connection import (
     FROM_REPLICAS,
     VERSION_LOG,
     FrameBuffer,
+    RetriedStream,
     Setup,
     StreamConnection,
 )
@@ -90,13 +91,14 @@ class StreamState(Enum):
     DONE = auto()
 
 
-class Stream(Cursor):
+class Stream(RetriedStream):
     """The stream that reads one step. Its cursor is at the last change that was returned."""
 
-    __slots__ = ("changes_opaque", "end_seqno", "opaque", "problem", "retry_at_ns", "retry_ns",
-                 "rollback_to", "start_seqno", "state", "step")  # fmt: skip
+    __slots__ = ("changes_opaque", "end_seqno", "problem", "rollback_to", "start_seqno", "state",
+                 "step")  # fmt: skip
 
     def __init__(self, step: PlanStep) -> None:
+        super().__init__(step.vb_id)
         self.step = step
         self.state = StreamState.WAITING
         at = self.start_seqno = step.start_seqno
@@ -105,19 +107,11 @@ class Stream(Cursor):
         self.end_seqno = step.end_seqno
         self.rollback_to = step.rollback_to
         """Seqno of the rollback row, until the row is returned."""
-        self.opaque = 0
-        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.changes_opaque = 0
         """Opaque of its changes. It is kept after the stream's end, because the changes of a read
         are decoded after its other messages."""
-        self.retry_ns = self.retry_at_ns = 0
         self.problem: DcpdError | None = None
         """Why it last stopped. The error says it if the stream does not continue."""
-
-    @property
-    def vb_id(self) -> int:
-        """The partition."""
-        return self.step.vb_id
 
     @property
     def is_exact(self) -> bool:

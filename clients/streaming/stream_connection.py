@@ -34,6 +34,7 @@ from clients.errors import (
 )
 from clients.link.handshake import CONFIG_PUSH
 from clients.position import Position
+from clients.streaming.cursor import Cursor
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -106,17 +107,18 @@ _MAGICS: Final = frozenset({Magic.REQUEST, Magic.RESPONSE, Magic.SERVER_REQUEST}
 OnReply = Callable[[Frame], None]
 
 
-class RetriedStream(Protocol):
-    """What the connection needs from a partition's stream."""
+class RetriedStream(Cursor):
+    """A partition's stream, as the connection knows it."""
 
-    opaque: int
-    retry_ns: int
-    """The pause before the last attempt, 0 after a success."""
-    retry_at_ns: int
+    __slots__ = ("opaque", "retry_at_ns", "retry_ns", "vb_id")
 
-    @property
-    def vb_id(self) -> int:
-        """The partition."""
+    def __init__(self, vb_id: int) -> None:
+        self.vb_id = vb_id
+        self.opaque = 0
+        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
+        self.retry_ns = 0
+        """The pause before the last attempt, 0 after a success."""
+        self.retry_at_ns = 0
 
 
 S = TypeVar("S", bound=RetriedStream)

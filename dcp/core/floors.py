@@ -1,6 +1,6 @@
 """How floors rise: planned steps, as far as streams and views allow, then compaction. Sans-IO.
 
-    raise_(step)       raise a partition's floor in memory and in the open group
+    advance(step)      raise a partition's floor in memory and in the open group
     committed()        the floors that the store may be compacted to now
     compacted(vb_ids)  the store has dropped what these floors allow
 
@@ -64,7 +64,7 @@ class FloorCycle:
         self.shares: Mapping[str, Share] = {}
         """What each partition may keep for consumers, as of the last plan."""
 
-    def raise_(
+    def advance(
         self, step: FloorStep, now_ns: int, *, is_repeated: bool = False
     ) -> tuple[ActiveStream, ...]:
         """Raise a floor as far as allowed; return the streams that hold it back.

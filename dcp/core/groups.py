@@ -71,7 +71,7 @@ class GroupCycle:
     def __init__(self, engine: Engine, hub: StreamHub, *, syncs_groups: bool) -> None:
         self._keyspace = engine.keyspace
         self._commits = engine.commits
-        self._hub = hub
+        self.hub = hub
         self._syncs_groups = syncs_groups
         self.job: Job | None = None
         """The job under way."""
@@ -167,7 +167,7 @@ class GroupCycle:
 
     def _publish(self, vb_ids: Iterable[int]) -> tuple[int, ...]:
         """Show streams what is committed in these partitions; return those with a new version."""
-        is_committed, hub = self._commits.is_committed, self._hub
+        is_committed, hub = self._commits.is_committed, self.hub
         branched = tuple(
             vb_id for vb_id, group in self._branched.items() if is_committed(vb_id, group)
         )

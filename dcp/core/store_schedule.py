@@ -56,7 +56,7 @@ Invariants
 A merge takes processor time and the disk from the event loop; on a machine with several nodes, from
 the loops of all of them, and they often merge at the same time. But it has time until the next
 memtable is full. So it takes half of that time, and rests between its steps
-(dcp.server.storage.rests). Who hurries: dcp.server.storage.merging.
+(dcp.server.storage.process.rests). Who hurries: dcp.server.storage.merging.
 
 Invariants
 - a merge does not rest at all if it would have to work for most of the time: compaction needs the

@@ -411,7 +411,6 @@ class Node:
         after_commit = AfterCommit(
             self.meter, commits, health, backpressure, self.connections,
             FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
-            on_failure=self._fail,
         )  # fmt: skip
         self._config = ClusterConfig(
             settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
@@ -449,13 +448,13 @@ class Node:
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
             self._tasks,             self._log, self.about.data_dir,
-            kick=self._kick, publish=after_commit.tell, on_failure=self._fail,
+            kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
         self.replicated = replicated_node(
             parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secrets)
-        tries = LinkTries(identity.name, access.keyring, self.access.link_tls, self._tasks)
+        tries = LinkTries(access, self.access.link_tls, self._tasks)
         self.access.logins.nodes.open(
             self._settings.cluster_tls, self.replicated.hosts, tries.dial_back
         )
@@ -478,7 +477,7 @@ class Node:
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
                 LongQueue(), scans,
             ),
-            access, write.scrubbing, meter, log, self._refusals, on_failure=self._fail,
+            access, write.scrubbing, meter, log, self._refusals, self._tasks,
             replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
@@ -493,7 +492,7 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, write.merging, write.compaction, write.commits, faults,
-            write.groups.end_reasons, self._hub.limits, meter, log,
+            write.groups, meter, log,
             copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)

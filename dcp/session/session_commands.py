@@ -317,11 +317,16 @@ class ConnectionCommands:
         for version lists, otherwise what a plain client knows of.
 
         A Couchbase DCP client gets it even if it may be out of date, because after a refusal it
-        closes its connection with all streams. The next stream request tells it what is new.
+        closes its connection with all streams, and java-dcp-client loses changes then. The next
+        stream request tells it what is new.
         """
         state = self._state
         refuse_stray(request, "extras", "key", "value")
         producer = state.producer
+        if self._has_left(request.vb_id):
+            oldest = state.engine.partitions[request.vb_id].failover.pairs()[-1:]
+            state.answer(request, value=pack_failover_log(oldest))  # all copies have that one
+            return
         part = self._known_here(request.vb_id)
         if producer is None or producer.terms.has_version_lists:
             state.check_is_current(part)
@@ -337,12 +342,15 @@ class ConnectionCommands:
         """Answer the current seqnos of a version, or where it ended if it is an older one.
 
         A replica tells what it has synced, whether or not it knows that this is committed: clients
-        ask which changes a failover to this node would keep.
+        ask which changes a failover to this node would keep. If the partition has left this node, a
+        Couchbase DCP client is asked to try again: see `failover_log`.
         """
         state = self._state
         if len(request.value) != U64.size:
             raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
         refuse_stray(request, "extras", "key")
+        if self._has_left(request.vb_id):
+            raise RefusedError(Status.ETMPFAIL, "the partition has left this node; try again")
         part = self._held_here(request.vb_id)
         state.check_is_current(part)
         if part.state == VbState.REPLICA and part.has_copies:
@@ -377,6 +385,19 @@ class ConnectionCommands:
         if part.state == VbState.DEAD and state.replication is not None:
             raise state.elsewhere(part)
         return part
+
+    def _has_left(self, vb_id: int) -> bool:
+        """Whether a Couchbase DCP client, whose map is behind, asks a node of a cluster for a
+        partition of other nodes.
+        """
+        state, producer = self._state, self._state.producer
+        return (
+            producer is not None
+            and not producer.terms.has_version_lists
+            and state.replication is not None
+            and vb_id < state.engine.num_vbuckets
+            and state.engine.partitions[vb_id].state == VbState.DEAD
+        )
 
     def _held_here(self, vb_id: int) -> Partition:
         """Return a partition that is not dead here. Raises WrongVbucketError."""

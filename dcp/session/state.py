@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from dcp.session.access.auth import Authenticator, LoginQuestion
 from dcp.session.access.rights import FULL_RIGHTS, Rights, split_key
 from dcp.session.answers.long_requests import LongQueue, LongRequest
-from dcp.session.answers.marks import NO_PARTITION, Mark, Wait, is_change
+from dcp.session.answers.marks import NO_PARTITION, RUN, Mark, Wait, is_change
 from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts
 from dcp.session.kv.range_scans import RangeScans
@@ -619,9 +619,7 @@ class SessionState:
         assert self.marks is not None, "a node alone has no marks"
         answers = len(self.answers) - first_answer
         first_entry = len(self.engine.keyspace.pending) - answers
-        self.marks.append(
-            Mark(0, 0, first_answer, answers, first_entry, answers, is_read=False, is_run=True)
-        )
+        self.marks.append(Mark(RUN, 0, first_answer, answers, first_entry, answers, is_read=False))
 
 
 def error_body(context: str, status: int, has_xerror: bool, hashes_keys: bool) -> bytes:

@@ -66,6 +66,7 @@ class StreamHub:
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
         self.cutting: dict[Follower, None] = {}  # negotiated closed times: they are told each cut
+        self.cut_time = 0  # of the newest cut, or since when somebody waits for one; 0: nobody
         self.group_leases = GroupLeases()
         self.limits = StreamLimits()
         """Rate limits; a producer looks there when it opens a stream."""

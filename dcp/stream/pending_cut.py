@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dcp.stream.active_stream import ActiveStream
+from dcp.stream.hub import StreamHub
 from vbucket.engine.cut import Cut
 
 
@@ -48,6 +49,18 @@ class PendingCut:
             return False
         self.behind.discard(stream.key)
         return True
+
+
+def begin_cut(hub: StreamHub, cut: Cut) -> None:
+    """Tell those that follow cuts of one that the node has drawn."""
+    hub.cut_time = cut.time
+    for follower in hub.cutting:
+        follower.begin_cut(cut)
+
+
+def cut_age_s(hub: StreamHub, now_ns: int) -> float:
+    """Return the age of the node's newest cut; 0: nobody follows cuts. `now_ns` is Unix time."""
+    return max(0.0, (now_ns - hub.cut_time) / 1e9) if hub.cutting and hub.cut_time else 0.0
 
 
 def _rank(cut: Cut) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dcp.core.groups import Published
 from failover.coordinator.effects import Notice
-from failover.replication.receipt import CutOff, ElectionLoss
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 class Dial(NamedTuple):

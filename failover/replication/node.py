@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp.core.groups import GroupCycle
-from dcp.stream.hub import StreamHub
 from failover.coordinator.clock import RanTime
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.effects import Notice
@@ -48,7 +47,6 @@ from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.master import Master
 from failover.replication.mastership import Identity, ReplicationParts, ReplicationSettings
 from failover.replication.messages import StoreSeen
-from failover.replication.receipt import ElectionLoss
 from failover.replication.replica import DroppedCopies, Replica
 from failover.rules.isr import may_change_record
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
@@ -56,6 +54,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.log.commit_group import CommitGroup
+from vbucket.model.receipt import ElectionLoss
 from vbucket.store.store import Store
 
 CarryOut = Callable[[Iterable[SessionEffect]], None]
@@ -68,7 +67,6 @@ class ReplicationCore:
         self,
         engine: Engine,
         store: Store,
-        hub: StreamHub,
         groups: GroupCycle,
         session: ClusterSession,
         settings: ReplicationSettings,
@@ -97,7 +95,7 @@ class ReplicationCore:
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
-        self._hub = hub
+        self._hub = groups.hub
         self._commits = engine.commits
         self._session = session
         self._carry_out = carry_out
@@ -122,7 +120,7 @@ class ReplicationCore:
         self._unheard_from_ns = now_ns
         """When the next partition counts as unheard, unless its master is heard before."""
         parts = ReplicationParts(
-            engine, hub, session, settings,
+            engine, groups.hub, session, settings,
             Identity(cluster, membership.member, membership.incarnation), self._effects,
             self._ran, self._kept,
         )  # fmt: skip
@@ -132,7 +130,7 @@ class ReplicationCore:
             parts, self._changes, self.records, self.watermarks, self.master.handovers,
             store_seen=self._store_seen, now_ns=now_ns,
         )  # fmt: skip
-        self._dropped = DroppedCopies(engine, hub, self.replica)
+        self._dropped = DroppedCopies(engine, groups.hub, self.replica)
         self._begin_unheard()
 
     def _begin_unheard(self) -> None:

@@ -44,7 +44,6 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import HeardGaps
-from failover.replication.receipt import DISCARD_BYTES_MAX, CutOff
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
@@ -62,6 +61,7 @@ from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.receipt import DISCARD_BYTES_MAX, CutOff
 from vbucket.store.environment import StoreDamagedError
 
 REDIAL_NS: Final = 200_000_000

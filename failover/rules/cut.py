@@ -44,18 +44,36 @@ def median(offsets: Iterable[int]) -> int:
     return found[(len(found) - 1) // 2]
 
 
-def why_not_drawn(
-    ask: Ask, held: Ask | None, *, first_open: int, own_clock_ns: int, is_led_by: str
-) -> str:
+def clock_fault(ask: Ask, own_clock_ns: int) -> str:
+    """Return how a member's clock is too far from that of most nodes to draw a cut; "": it is
+    near.
+    """
+    off_ns = own_clock_ns - ask.clock_ns
+    if abs(off_ns) <= CLOCK_OFF_NS_MAX:
+        return ""
+    way = "ahead of" if off_ns > 0 else "behind"
+    return f"its clock is {abs(off_ns) / 1e9:.1f} s {way} that of most nodes"
+
+
+def first_open_of_all(members: Iterable[tuple[int, int]], clock_ns: int) -> int:
+    """Return the lowest CAS that none of these members has closed, 0 if there are none: clock, and
+    lowest CAS that it has not closed. Not of those whose clocks are off: they close nothing now.
+
+    What one of them has closed was the clock of most members then. If that was set back since, all
+    go on from there, or this one could take part in no cut until the clock is there again.
+    """
+    return max(
+        (first for own_ns, first in members if abs(own_ns - clock_ns) <= CLOCK_OFF_NS_MAX),
+        default=0,
+    )
+
+
+def why_not_drawn(ask: Ask, held: Ask | None, *, first_open: int, is_led_by: str) -> str:
     """Return why a member does not draw a cut; "": it does.
 
     `held` is the cut that it has drawn and that is not complete, `first_open` the lowest CAS that
     it has not closed, `is_led_by` a leader of a lower id that it has heard of late.
     """
-    off_ns = own_clock_ns - ask.clock_ns
-    if abs(off_ns) > CLOCK_OFF_NS_MAX:
-        way = "ahead of" if off_ns > 0 else "behind"
-        return f"its clock is {abs(off_ns) / 1e9:.1f} s {way} that of most nodes"
     if is_led_by and is_led_by < ask.leader:
         return f"member {is_led_by} leads"
     if held is not None:

@@ -266,6 +266,12 @@ class Held(RowsCopy):
         self.count = count or 64
         self.held = held
 
+    async def collections(self) -> dict[str, int]:
+        return {"_default._default": 0}
+
+    def select(self, collection_id: int) -> None:
+        assert collection_id == 0
+
     async def close(self) -> None:
         pass
 

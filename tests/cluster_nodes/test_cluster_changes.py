@@ -14,7 +14,9 @@ import pytest_asyncio
 
 from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.errors import DcpdError
+from dcp.server.cluster.cluster_file import read_cluster_file
 from dcp.server.cluster.operators import cluster_changes
+from dcp.server.node import Node
 from dcp.server.observe.event_log import MembershipOverError
 from failover.coordinator.plans.requests import failover
 from failover.metadata.metastore import (
@@ -108,6 +110,23 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster
     async with ClusterHere(tmp_path_factory.mktemp("two"), partitions=1024) as cluster:
         await of_two(cluster)
         yield cluster
+
+
+async def test_a_preview_of_a_new_secret_changes_none(two: ClusterHere) -> None:
+    before = [secrets_of(node) for node in two.nodes.values()]
+    text = "the change to secret 1 of the cluster, on n1, n2"
+    assert await done(two, "secret", "--dry-run") == f"{text}\n"
+    document = (await run(two, "n2", "secret", "--dry-run", "-o", "json")).document
+    assert document == {"v": 1, "what": text, "is_written": False, "nodes": ["n1", "n2"]}
+    assert [secrets_of(node) for node in two.nodes.values()] == before
+
+
+def secrets_of(node: Node) -> tuple[str, ...]:
+    """Return the secrets that a node accepts, and those that its file has."""
+    assert node.replicated is not None
+    file = read_cluster_file(node.about.data_dir)
+    assert file is not None
+    return (*node.replicated.access.keyring.secrets, *file.secrets)
 
 
 def one_of(cluster: ClusterHere, name: str) -> int:

@@ -23,13 +23,13 @@ from dcp.server.cluster.receipt_files import (
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
 from failover.coordinator.records import FiguresRecord, MemberRecord
-from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from failover.rules.replication_record import create
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
 from vbucket.model.ids import ids_in
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 def status_of(cluster: ClusterHere, name: str) -> ClusterReport:
@@ -108,9 +108,11 @@ async def test_roles_and_lags(tmp_path: Path) -> None:
             writing = asyncio.create_task(
                 kv.set_many({b"k%d" % number: b"w" for number in range(100)})
             )
-            # Now, and not at the end of the writes: a copy that is silent for long has no figures.
-            await until_so(lambda: status_of(cluster, "n1").followers[0].behind_changes > 0)
-            lag = status_of(cluster, "n1").followers[0]
+            # At each turn, and not at the end of the writes: a copy that is silent for long has no
+            # figures.
+            while not (lag := status_of(cluster, "n1").followers[0]).behind_changes:
+                assert not writing.done(), "they wait for the copy"
+                await asyncio.sleep(0)
             await writing
         assert 0 < lag.behind_partitions <= lag.copies
         assert lag.heard_ms is None or lag.heard_ms > 0

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from test_branches_here import ask
 
 from clients.address import ServerAddress
 from clients.backup.archives.archive import Archive, create_archive
@@ -22,6 +23,7 @@ from clients.link.topology import Place
 from clients.mirror.mirror import Mirror
 from dcp.server.cluster.cut_rounds import CutPeer, CutRounds
 from dcp.server.node import Node
+from dcp.server.operate.cluster_requests import MasterFailoverRequest
 from support.backup_pair import state_as_of
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.server import ctl
@@ -29,6 +31,8 @@ from support.waiting import until_so
 
 WRITERS = 6
 BALANCE = 1000
+ASIDE, ASIDE_VB = b"aside4", 22
+"""A document in a partition in which no account is."""
 ACCOUNTS = [[f"account{writer}-{number}" for number in range(6)] for writer in range(WRITERS)]
 
 
@@ -96,8 +100,9 @@ async def test_each_cut_is_one_state_of_three_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Money is moved between partitions of different nodes, the debit first, over a kill, a
-    handover, and a clock that jumps: no cut has a credit without its debit. Nodes are told to draw
-    10 ms one after the other, and a backup asks them one after the other.
+    handover, a clock that jumps, a branch and a failover that loses a change of another partition:
+    no cut has a credit without its debit. Nodes are told to draw 10 ms one after the other, and a
+    backup asks them one after the other.
     """
     send = CutPeer.send
 
@@ -112,25 +117,30 @@ async def test_each_cut_is_one_state_of_three_nodes(
         return [homes.pop(0)] if homes else []
 
     monkeypatch.setattr(Dialing, "step", one_by_one)
-    async with ClusterHere(tmp_path) as cluster:
+    async with ClusterHere(tmp_path, test_mode="on") as cluster:
         await cluster.of_three()
         address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
         stop = asyncio.Event()
         async with cluster.client("n1") as kv:
             for mine in ACCOUNTS:
                 await kv.set_many((key, b"%d" % BALANCE) for key in mine)
+            for number in range(4):
+                await kv.set(ASIDE, b"%d" % number)
             writers = [asyncio.create_task(move_money(kv, mine, stop)) for mine in ACCOUNTS]
             consumer = Consumer(address, cuts=True, validate=True)
             mirror = Mirror(address, tmp_path / "mirror.lmdb", cuts=True)
             await mirror.open()
             documents: dict[bytes, bytes] = {}
             seen: set[tuple[int, ...]] = set()
-            steps = iter(STEPS)
+            steps, undone = iter(STEPS), list[int]()
             next_at, last = 4, 0
             async for cut in consumer.cuts():
                 for change in cut.changes:
-                    assert not isinstance(change, Rollback), "nothing that was answered is undone"
-                    documents[change.key] = change.value
+                    if isinstance(change, Rollback):
+                        assert change.vb_id == ASIDE_VB, "nothing else that was answered is undone"
+                        undone.append(change.server_seqno)
+                    else:
+                        documents[change.key] = change.value
                 seen.add(check_sums(documents))
                 assert cut.time > last
                 assert consumer.frontier == cut.time
@@ -143,6 +153,9 @@ async def test_each_cut_is_one_state_of_three_nodes(
                 if step is None:
                     break
                 await step(cluster)
+            assert undone == [3, 2], "a branch, and a failover that lost a change"
+            async with mirror.at_frontier():
+                assert mirror[ASIDE.decode()] == (await kv.get(ASIDE)).value == b"1"
             archive = create_archive(str(tmp_path / "archive"), 1)
             held = [check_sums(await backed_up(cluster, archive)) for _ in range(3)]
             assert len(set(held)) == 3
@@ -181,11 +194,45 @@ async def jump(cluster: ClusterHere) -> None:
     await until_so(lambda: not cuts.why_not)
     set_clock(node, 5)
     await until_so(lambda: "its clock is" in cuts.why_not)
+    await until_so(lambda: "it has closed no time for" in problems_of(node))
+    assert cuts.why_not in problems_of(node)
     set_clock(node, 0)
     await until_so(lambda: not cuts.why_not)
+    await until_so(lambda: "it has closed no time for" not in problems_of(node))
 
 
-STEPS = [kill, restart, hand_over, jump]
+def problems_of(node: Node) -> str:
+    return "\n".join(each.what for each in node._cluster_operations().status().problems)
+
+
+async def branch(cluster: ClusterHere) -> None:
+    """The newest change of a partition is undone on all copies."""
+    answer = await ask(await master_of_aside(cluster), f"{ASIDE_VB}/branch", {"at": 3})
+    assert answer.status == 200, answer
+
+
+async def lose(cluster: ClusterHere) -> None:
+    """A failover loses the newest change, as an unclean election does."""
+    before = await master_of_aside(cluster)
+    request = MasterFailoverRequest(vb=ASIDE_VB, lose=1)
+    await before._cluster_operations().changes.failover(request)
+    await until_so(
+        lambda: any(
+            ASIDE_VB in cluster.active(name) and node is not before
+            for name, node in cluster.nodes.items()
+        )
+    )
+
+
+async def master_of_aside(cluster: ClusterHere) -> Node:
+    found: list[str] = []
+    await until_so(
+        lambda: found.extend(n for n in cluster.nodes if ASIDE_VB in cluster.active(n)) or found
+    )
+    return cluster.nodes[found[0]]
+
+
+STEPS = [kill, restart, hand_over, jump, branch, lose]
 
 
 def rounds_of(cluster: ClusterHere) -> CutRounds:

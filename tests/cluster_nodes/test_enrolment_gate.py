@@ -77,7 +77,7 @@ async def enrolling_node(
     store = StandingStore()
 
     async def opened(content: ClusterFile, *_: object) -> MetaAccess:
-        return MetaAccess(store, content.meta, Keyring(content.secrets))
+        return MetaAccess(store, content.meta, Keyring(content.secrets), content.name)
 
     monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
     async with node_here(folder, {}) as node:

@@ -30,7 +30,7 @@ class Store(MemoryMetaStore):
 
 @pytest.fixture
 def access(monkeypatch: pytest.MonkeyPatch) -> MetaAccess:
-    store = MetaAccess(Store(), "memory", Keyring(["s" * 43]))
+    store = MetaAccess(Store(), "memory", Keyring(["s" * 43]), "")
 
     async def opened(*_: object) -> MetaAccess:
         return store

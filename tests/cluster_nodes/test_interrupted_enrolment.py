@@ -139,7 +139,7 @@ async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -
 @pytest.fixture
 def opens_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def opened(content: ClusterFile, *_: object) -> MetaAccess:
-        return MetaAccess(store, content.meta, Keyring(content.secrets))
+        return MetaAccess(store, content.meta, Keyring(content.secrets), content.name)
 
     monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
     monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 0)  # nobody is alive in that store

@@ -54,7 +54,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with ClusterHere(tmp_path) as cluster:
 
         async def opened(*_: object) -> MetaAccess:
-            return MetaAccess(cluster.meta.client(), "memory", Keyring([SECRET]))
+            return MetaAccess(cluster.meta.client(), "memory", Keyring([SECRET]), "")
 
         monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
         monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 0)

@@ -384,7 +384,7 @@ async def test_a_new_cluster_has_a_higher_life_than_any_before(tmp_path: Path) -
             LOG,
         )
         (tmp_path / "folder").mkdir()
-        access = MetaAccess._of(cluster.meta.client(), "memory", Keyring([SECRET]))
+        access = MetaAccess._of(cluster.meta.client(), "memory", Keyring([SECRET]), "")
 
         async def opened(*_: object) -> MetaAccess:
             return access

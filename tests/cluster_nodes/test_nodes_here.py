@@ -24,7 +24,7 @@ from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.joining.enrolment import EnrolmentError, ask
-from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.member_link import MemberLink, NodeLogin
 from dcp.server.node import Node
 from dcp.server.observe.event_log import MembershipOverError
 from dcp.server.operate.cluster_reports import ClusterReport
@@ -385,7 +385,8 @@ class ClosedLink:
 async def test_address_of_another_node_that_is_none_ends_link_only(address: str) -> None:
     link: Any = ClosedLink()
     told: list[None] = []
-    await MemberLink(link, "s" * 32, lambda: told.append(None), own_name="b").dial(address)
+    login = NodeLogin("s" * 32, "b", uses_certificate=False)
+    await MemberLink(link, login, lambda: told.append(None)).dial(address)
     assert (link.ends, told) == (1, [None])
 
 

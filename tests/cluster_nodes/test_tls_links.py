@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from clients.address import ServerAddress
+from clients.consumer.consumer import Consumer
+from clients.kv.client import KvClient
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.node import Node
@@ -84,6 +87,22 @@ def problems(node: Node) -> str:
     )
 
 
+async def cut_over_tls(n1: Node, n2: Node) -> None:
+    """Follow cuts of both nodes until one has all; what leads them asks over TLS."""
+    async with Consumer(f"127.0.0.1:{n1.ports.kv}", cuts=True) as consumer:
+        async with KvClient.connect(ServerAddress("127.0.0.1", n1.ports.kv)) as kv:
+            await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
+        held = 0
+        async for cut in consumer.cuts():
+            held += len(cut.changes)
+            if held == 100:
+                break
+        assert consumer.frontier == cut.time
+        peers = [peer for node in (n1, n2) for peer in node._upkeep._cuts._peers.values()]  # type: ignore[attr-defined]
+        assert peers
+        assert all(peer._transport.get_extra_info("ssl_object") for peer in peers)
+
+
 async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: TestCa) -> None:
     async with ClusterHere(tmp_path, **tls_settings("on", ca)) as cluster:
         n1, n2 = await two(cluster)
@@ -93,6 +112,7 @@ async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: Test
         for link in links:
             assert link._transport is not None
             assert link._transport.get_extra_info("ssl_object") is not None
+        await cut_over_tls(n1, n2)
         async with Client.connect(n1) as client:  # the secret travels over TLS only
             refused = await client.ask(login(b"SCRAM-SHA512", SCRAM_FIRST))
             assert refused.status == Status.AUTH_ERROR
@@ -106,8 +126,9 @@ async def test_nodes_replicate_with_certificates_and_without_secret(
     tmp_path: Path, ca: TestCa
 ) -> None:
     async with ClusterHere(tmp_path, **tls_settings("mutual", ca)) as cluster:
-        n1, _ = await two(cluster)
+        n1, n2 = await two(cluster)
         await cluster.until_all_in_sync(2)
+        await cut_over_tls(n1, n2)
         assert await ask_tls(n1, ca, login(b"SCRAM-SHA512", SCRAM_FIRST)) == [Status.AUTH_ERROR]
         assert await ask_tls(n1, ca, login(b"EXTERNAL")) == [Status.AUTH_ERROR], "no certificate"
         other = ca.issue("other", "host.example")

@@ -209,6 +209,7 @@ to at the end, at least. The test waits for them."""
 NODE_WRITES: Final = 1_000
 """The same of the Node.js SDK, which nobody waits for: it writes about as many meanwhile."""
 KILLED: Final = "bcd"
+COPIES: Final = 3
 OPEN_MAX: Final = WRITERS * len(KILLED)
 """Writes of an SDK that may be ambiguous, and as many that may not have been sent: each writer has
 one under way when a node dies. It is about two in all."""
@@ -287,7 +288,7 @@ class Story(NamedTuple):
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with ExitStack() as stack:
         nodes = stack.enter_context(ClusterProcesses(tmp_path_factory.mktemp("nodes")))
-        nodes.until_in_sync(3)
+        nodes.until_in_sync(COPIES)
         nodes.until_even()
         address = nodes.nodes["a"].address
         node, java = node_writers(address), java_follower(address)
@@ -313,8 +314,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         by_node = None if node is None else msgspec.json.decode(node.end(), type=SdkTold)
         found = documents_of(address, python.keys() | (by_node.keys() if by_node else set()))
         key = next(iter(python.answered))
+        has_java = None if java is None else followed(java, found)
+        # Seconds after a node's start the SDK dials it again, and then reads its copies, too.
+        until(lambda: len(list(collection.get_all_replicas(key))) == COPIES)
         yield Story(
-            python, by_node, found, None if java is None else followed(java, found),
+            python, by_node, found, has_java,
             [one.content_as[dict] for one in collection.get_all_replicas(key)],
             collection.get_any_replica(key).content_as[dict],
         )  # fmt: skip
@@ -327,7 +331,7 @@ def kill_and_start(nodes: ClusterProcesses, name: str, told: SdkTold) -> None:
     before = told.durable + told.plain
     until(lambda: told.durable + told.plain > before + 200)
     nodes.nodes[name].start()
-    nodes.until_in_sync(3)
+    nodes.until_in_sync(COPIES)
 
 
 def documents_of(address: str, keys: set[str]) -> dict[str, Any]:
@@ -346,20 +350,21 @@ def followed(java: Peer, found: dict[str, Any]) -> list[str]:
 
     def has_all() -> bool:
         lines[:] = java.ask()
-        documents = (line.split("\t") for line in lines if not line.startswith("failed "))
+        documents = [line.split("\t") for line in lines if not line.startswith("failed ")]
         return {key: msgspec.json.decode(value) for key, value in documents} == found
 
     try:
         until(has_all)
     except AssertionError:
-        has = {line.split("\t")[0]: line.split("\t")[-1] for line in lines}
+        has = dict(line.split("\t") for line in lines if not line.startswith("failed "))
         differing = [
             key
             for key in has.keys() | found.keys()
             if key not in has or key not in found or msgspec.json.decode(has[key]) != found[key]
         ]
         told = [f"{key}: {has.get(key)}, not {found.get(key)}" for key in sorted(differing)[:5]]
-        return [f"failed {len(differing)} of {len(found)} documents differ: {told}"]
+        failures = [line for line in lines if line.startswith("failed ")]
+        return [*failures, f"failed {len(differing)} of {len(found)} documents differ: {told}"]
     finally:
         java.end()
     return lines
@@ -373,7 +378,7 @@ def test_the_python_sdk_loses_nothing_and_does_nothing_twice(story: Story) -> No
 
 
 def test_replicas_are_read(story: Story) -> None:
-    assert story.replicas == [story.any_replica] * 3
+    assert story.replicas == [story.any_replica] * COPIES
 
 
 def test_the_node_sdk_loses_nothing_and_does_nothing_twice(story: Story) -> None:
@@ -389,7 +394,7 @@ def test_the_node_sdk_reads_replicas(story: Story) -> None:
     if story.node is None:
         pytest.skip("the npm package couchbase is not installed; scripts/test does it with npm")
     key, all_replicas, any_replica = story.node.read_from_replicas
-    assert all_replicas == [story.found[key]] * 3
+    assert all_replicas == [story.found[key]] * COPIES
     assert any_replica == story.found[key]
 
 

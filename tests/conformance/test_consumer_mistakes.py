@@ -51,6 +51,8 @@ FOUND_BY = {
     "floods": ("deletions", "it floods its standard output"),
 }
 """Mistake -> the scenario, and what its report says."""
+ENDING = {"floods", "gives-up"}
+"""Mistakes that end the consumer: patience costs no time."""
 MODES = {"out-of-order-snapshot": "oso", "history-streams": "history"}
 """Scenario -> what a consumer has to ask for; without that it is not played."""
 
@@ -64,7 +66,8 @@ def played(scenario: str, mistake: str = "", timeout_s: float = TIMEOUT_S) -> tu
 @pytest.mark.parametrize("mistake", FOUND_BY)
 def test_a_mistake_is_named(mistake: str) -> None:
     scenario, sentence = FOUND_BY[mistake]
-    result, report = played(scenario, mistake)
+    timeout_s = 60.0 if mistake in ENDING else TIMEOUT_S
+    result, report = played(scenario, mistake, timeout_s)
     assert result == FAIL, report
     assert sentence in report
 
@@ -108,7 +111,7 @@ def test_the_example_passes_on_one_node_and_on_three() -> None:
 
 
 def test_shifted_seqnos_are_reported_as_they_come() -> None:
-    result, report = played("seqnos-beyond-a-double", "keeps-undone", timeout_s=15.0)
+    result, report = played("seqnos-beyond-a-double", "keeps-undone", timeout_s=2 * TIMEOUT_S)
     assert (result, "keeps what the server has undone" in report) == (FAIL, True), report
     assert f"answer ROLLBACK: opaque 0x5d, seqno {2**53 + 1 + 5}" in report
 

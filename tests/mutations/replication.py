@@ -246,7 +246,7 @@ REPLICATION = (
     ),
     Mutation(
         "cut-before-all-sessions-are-there",
-        "        if not at or len(at) < len(source.following):\n",
+        "        if not at or len(at) < len(following):\n",
         "        if not at:\n",
         ("test_consumer_cuts",),
     ),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dcp.server.storage.rests import STEP_MAX_S, WORK_S, Rests
+from dcp.server.storage.process.rests import STEP_MAX_S, WORK_S, Rests
 
 
 class Clock(threading.Event):

@@ -13,6 +13,7 @@ import cbor2
 import pytest
 
 from dcp.server.storage.process import store_process as module
+from dcp.server.storage.process.rests import Rests
 from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
@@ -24,7 +25,6 @@ from dcp.server.storage.process.store_messages import (
     pack_request,
 )
 from dcp.server.storage.process.store_process import StoreProcess
-from dcp.server.storage.rests import Rests
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest, Packet
 from vbucket.store.environment import StoreDamagedError
 from vbucket.upkeep.compaction import Floors, SliceReport

@@ -28,10 +28,10 @@ from dcp.server.cluster.node_map import MAP_FILE, MapContent
 from dcp.server.cluster.receipt_files import FORMER_DISCARD_FOLDER, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
-from failover.replication.receipt import CutOff, ElectionLoss
 from support.server import DcpdProcess
 from vbucket.check.finding import Kind
 from vbucket.model.entry import pack_mutation
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 @pytest.fixture(scope="module")

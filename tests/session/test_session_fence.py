@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from struct import Struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -200,6 +201,23 @@ def test_couchbase_client_gets_failover_log_of_fenced_partition(
     answer = peer.ask(opcode, vb_id=VB)
     assert parse_failover_log(answer.value) == part.failover.shown_pairs()
     assert not peer.must_wait, "what it waits for may not come"
+
+
+@pytest.mark.parametrize("opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG])
+def test_couchbase_consumer_may_ask_for_a_copy_that_has_left(node: MemoryNode, opcode: int) -> None:
+    """Its map is behind. java-dcp-client would close its connection, and lose what it holds."""
+    plain, ours, part = plain_dcp(node), dcp(node), node.engine.partitions[VB]
+    for peer in (plain, ours):
+        peer.state.replication = SimpleNamespace(arriving=())  # type: ignore[assignment]
+    part.state = VbState.DEAD
+    uuid = part.vb_uuid.to_bytes(8, "big")
+    part.branch_group = node.engine.commits.committed_group + 1
+    assert parse_failover_log(plain.ask(opcode, vb_id=VB).value) == part.failover.pairs()[-1:]
+    assert plain.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=uuid).status == LATER
+    assert not plain.must_wait, "what it waits for may not come"
+    assert ours.ask(opcode, vb_id=VB).status == Status.NOT_MY_VBUCKET
+    asked = ours.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=uuid)
+    assert asked.status == Status.NOT_MY_VBUCKET
 
 
 @pytest.mark.parametrize("start", [0, 1, 99])

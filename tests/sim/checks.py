@@ -107,9 +107,9 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     )
     found += named(
         "rollbacks due",
-        histories.not_rolled_back(facts.streamed, facts.rolled_back, facts.begun, facts.final),
+        histories.not_rolled_back(facts.followed, facts.final),
     )
-    found += named("cuts", cuts.broken(facts, has_one_clock="clock_jump" not in plan.faults))
+    found += named("cuts", cuts.broken(facts))
     found += named("scans", shown.scans(facts.scans, facts.ledger))
     found += named("hashes", shown.hashes(facts.hashes, facts.read_by_seqno, facts.ledger))
     found += named("repairs", shown.repairs(facts.repairs))

@@ -28,8 +28,8 @@ from failover.replication.effects import Dial, PartitionsArrived, ReplicationEff
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
 from failover.replication.node import ReplicationCore
-from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
+from sim.cut_rounds import CutRounds
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.moments import NodeWatch
 from sim.network import Side
@@ -43,6 +43,7 @@ from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION, is_ahead, missing_events
 from vbucket.model.partition_map import MapNode, PartitionMap, bucket_config
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 if TYPE_CHECKING:
     from sim.machine import Machine
@@ -158,7 +159,7 @@ class ClusterNode(SingleNode):
             section_bytes=plan.section_bytes,
         )
         self.core = self.core_type(
-            self.engine, self.store, self.hub, self.groups, self.session, settings,
+            self.engine, self.store, self.groups, self.session, settings,
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
@@ -169,8 +170,13 @@ class ClusterNode(SingleNode):
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
+        if plan.cut_consumers:
+            CutRounds(self, self._world.draw.getrandbits(63) | 1)
 
     # -- SingleNode --------------------------------------------------------------------------------
+
+    def _begin_cuts(self) -> None:
+        """It takes part in cuts of the cluster, as soon as it is a member (`__init__`)."""
 
     def _record_masterships(self) -> None:
         """A node of a cluster serves nothing at its start."""
@@ -353,6 +359,7 @@ class ClusterNode(SingleNode):
             self.driver.tick()
             self._raised_life.tick(self.clock.monotonic_ns())
             self.core.tick(self.clock.monotonic_ns())
+            self.core.master.cuts.tick(self.clock.monotonic_ns())  # feeds tick with connections
             self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
@@ -404,6 +411,10 @@ class ClusterNode(SingleNode):
     def plans_floors(self, vb_id: int) -> bool:
         """See Kept."""
         return self.serves(vb_id)
+
+    def serves_any(self) -> bool:
+        """Whether it is the master of a partition, and serves it."""
+        return any(self.serves(part.vb_id) for part in self.engine.partitions)
 
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""

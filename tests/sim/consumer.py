@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
+from clients.consumer.batch_reader import CutMeeting
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.options import ConsumerOptions
@@ -146,6 +147,22 @@ class ConsumerLink:
         self._has_heard = False
         self._consumer.host.after(SILENCE_NS, self._watch, side)
 
+    def processed(self, batch: Batch) -> None:
+        """A batch was processed: acknowledge it, if the connection stands."""
+        if self.core is not None and self.core.failure is None and self._side is not None:
+            self.core.processed(batch)
+            self._flush()
+
+    @property
+    def side_name(self) -> str:
+        """The name of the connection itself, as long as it stands."""
+        return "" if self._side is None else self._side.name
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it follows partitions."""
+        return self._side is not None and bool(self.core and self.core.streams.followed())
+
     def _flush(self) -> None:
         core, side = self.core, self._side
         if core is None or side is None:
@@ -171,19 +188,16 @@ class ConsumerLink:
         assert core is not None
         self._has_heard = True
         batch = core.receive(data, self._now_ns)
-        self._consumer.take(batch)
+        self._consumer.put(self, batch)
         while batch.closed is not None and core.failure is None:
-            self._consumer.holds(batch.closed, self._side.name if self._side else "")
-            core.processed(batch)
             batch = core.receive(b"", self._now_ns)
-            self._consumer.take(batch)
+            self._consumer.put(self, batch)
         if core.failure is not None:
             consumer = self._consumer
             if isinstance(core.failure, StreamViolationError | ProtocolError):
                 consumer.facts.problems.append(f"{self.name}: {core.failure}")
             self.close()
             return
-        core.processed(batch)
         for homeless in core.streams.homeless:
             self._consumer.routing.refused(homeless.vb_id, self.node, 7, homeless.config)
         core.streams.homeless.clear()
@@ -229,17 +243,19 @@ class SimConsumer:
         """The failover log of each partition's open stream."""
         self._at_cut: dict[int, tuple[Log, int]] = {}
         """Where it was at the last cut, and has not been sent back since."""
-        self._cut_time = 0
+        self._queue: list[tuple[ConsumerLink, Batch, str]] = []
+        """What came, and the connection on which it came."""
+        self._meeting = CutMeeting[ConsumerLink]()
 
     def begin(self) -> None:
         """Start, at first or after a crash, from what was saved."""
         raw, documents, journals = self._saved
-        self.facts.begun.append(Begun(self.network.world.now_ns, self.name))
+        self.facts.receives(Begun(self.network.world.now_ns, self.name))
         self.positions = dict(decode_checkpoint(raw))
         self._store = MemoryStore()
         self._store._documents = {vb_id: dict(held) for vb_id, held in documents.items()}
         self._store._journals = {vb_id: journal.copy() for vb_id, journal in journals.items()}
-        self._at_cut = {}
+        self._at_cut, self._queue, self._meeting = {}, [], CutMeeting()
         self._validator = StreamValidator()
         self._validator.begin(
             {vb_id: self.positions.get(vb_id, Position()) for vb_id in range(self.plan.partitions)}
@@ -264,6 +280,7 @@ class SimConsumer:
 
     def _look(self) -> None:
         """Give every partition that nobody follows to the connection of its node."""
+        self._drain()  # nobody waits at a cut for a connection that is gone
         followed: set[int] = set()
         for link in self.links.values():
             followed |= link.follows()
@@ -276,10 +293,45 @@ class SimConsumer:
             link = self.links.get(node)
             if link is None:
                 link = self.links[node] = ConsumerLink(self, node)
-            link.follow(vb_id, self.positions.get(vb_id, Position()))
+            link.follow(vb_id, self._received_position(vb_id))
         self.host.after(LOOK_NS, self._look)
 
-    def take(self, batch: Batch) -> None:
+    def _received_position(self, vb_id: int) -> Position:
+        """Return the position of a partition after all that came, processed or not."""
+        for _, batch, _ in reversed(self._queue):
+            if vb_id in batch.positions:
+                return batch.positions[vb_id]
+        return self.positions.get(vb_id, Position())
+
+    def put(self, link: ConsumerLink, batch: Batch) -> None:
+        """Something came. It is processed at once, or after a cut at which its connection waits."""
+        self._queue.append((link, batch, link.side_name))
+        self._drain()
+
+    def _drain(self) -> None:
+        while True:
+            following = [link for link in self.links.values() if link.has_streams]
+            queue = [(link, batch) for link, batch, _ in self._queue]
+            index = self._meeting.next_index(queue, following)
+            if index is None:
+                return
+            link, batch, connection = self._queue.pop(index)
+            self._take(batch)
+            if batch.closed is not None:
+                self._closed(link, batch.closed, connection)
+            link.processed(batch)
+
+    def _closed(self, link: ConsumerLink, closed: Closed, connection: str) -> None:
+        """A connection has reached a cut. Go on when all have, as a user of `Consumer.cuts`."""
+        self._holds(closed.vb_ids, closed.time, connection)
+        if self._meeting.note(closed):
+            self._meeting.wait(link, closed)
+        following = [each for each in self.links.values() if each.has_streams]
+        partitions = set(range(self.plan.partitions))
+        if self._meeting.is_cut(following, partitions) and len(following) > 1:
+            self._holds(partitions, closed.time, self.name)
+
+    def _take(self, batch: Batch) -> None:
         """Process a batch of events."""
         if not batch.events and not batch.positions:
             return
@@ -313,8 +365,9 @@ class SimConsumer:
                 if vb_id in newest:
                     self._received(vb_id, newest.pop(vb_id))
                 self._at_cut.pop(vb_id, None)
+                self._meeting.closed.pop(vb_id, None)
                 now_ns = self.network.world.now_ns
-                self.facts.rolled_back.append(
+                self.facts.receives(
                     RolledBack(now_ns, self.name, vb_id, event.from_seqno, event.to_seqno)
                 )
             case StreamFailed():
@@ -337,26 +390,22 @@ class SimConsumer:
 
     def _received(self, vb_id: int, seqno: int) -> None:
         now_ns, uuid = self.network.world.now_ns, self._versions[vb_id][0][0]
-        self.facts.streamed.append(Streamed(now_ns, self.name, vb_id, uuid, seqno))
+        self.facts.receives(Streamed(now_ns, self.name, vb_id, uuid, seqno))
 
     # -- cuts --------------------------------------------------------------------------------------
 
-    def holds(self, closed: Closed, connection: str) -> None:
-        """It holds a cut in the partitions that have reached it."""
+    def _holds(self, vb_ids: Iterable[int], time: int, connection: str) -> None:
+        """It holds a cut in these partitions. `connection`: its own name if all connections do."""
         before = self._at_cut
-        positions = {
-            vb_id: (self._versions[vb_id], self.seqno(vb_id)) for vb_id in sorted(closed.vb_ids)
-        }
+        positions = {vb_id: (self._versions[vb_id], self.seqno(vb_id)) for vb_id in sorted(vb_ids)}
         documents = {
             vb_id: {key: held[META_BYTES:] for key, held in self._held(vb_id)}
             for vb_id, position in positions.items()
             if before.get(vb_id) != position
         }
-        self._at_cut, self._cut_time = dict(positions), closed.time
+        before |= positions
         self.facts.cuts.append(
-            CutHeld(
-                self.network.world.now_ns, self.name, connection, closed.time, positions, documents
-            )
+            CutHeld(self.network.world.now_ns, self.name, connection, time, positions, documents)
         )
 
     def _held(self, vb_id: int) -> Iterable[tuple[bytes, bytes]]:
@@ -365,7 +414,8 @@ class SimConsumer:
     def _look_back(self, event: Mutation | Deletion) -> None:
         """Note a change that comes after a cut with a CAS that does not."""
         at_cut = self._at_cut.get(event.vb_id)
-        if at_cut is not None and event.seqno > at_cut[1] and event.cas <= self._cut_time:
+        time = self._meeting.closed.get(event.vb_id, 0)
+        if at_cut is not None and event.seqno > at_cut[1] and event.cas <= time:
             now_ns = self.network.world.now_ns
             self.facts.after_cuts.append(
                 AfterCut(
@@ -375,7 +425,7 @@ class SimConsumer:
                     bytes(event.key),
                     event.seqno,
                     event.cas,
-                    self._cut_time,
+                    time,
                 )
             )
 

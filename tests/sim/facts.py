@@ -10,8 +10,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from dcp.wire.hash_reads import KeyVersion, SentDocument
-from failover.replication.receipt import CutOff, ElectionLoss
 from sim.ledger import Ledger, Log
+from vbucket.model.receipt import CutOff, ElectionLoss
 
 
 class Kind(Enum):
@@ -387,7 +387,8 @@ class Facts:
         self.committed: list[Committed] = []
         self.streamed: list[Streamed] = []
         self.rolled_back: list[RolledBack] = []
-        self.begun: list[Begun] = []
+        self.followed: list[Streamed | RolledBack | Begun] = []
+        """What consumers received, in that order."""
         self.replica_reads: list[Operation] = []
         """Answered by GET_REPLICA. They are no operations of a register: they may be old."""
         self.collections: dict[str, int] = {}
@@ -424,6 +425,14 @@ class Facts:
         """From here on, every operation must be answered."""
         self.problems: list[str] = []
         """What went wrong on the way, in words: each is a violation."""
+
+    def receives(self, fact: Streamed | RolledBack | Begun) -> None:
+        """Note what a consumer received."""
+        self.followed.append(fact)
+        if isinstance(fact, Streamed):
+            self.streamed.append(fact)
+        elif isinstance(fact, RolledBack):
+            self.rolled_back.append(fact)
 
     def excuse(self, at_ns: int, vb_id: int, to_seqno: int, kind: str) -> None:
         """History may be cut back from now on."""

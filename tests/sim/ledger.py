@@ -62,6 +62,8 @@ class Ledger:
         """By partition and version, ascending."""
         self._ends: dict[tuple[int, int], int] = {}
         self._points: dict[int, list[Point]] = {}
+        self._logs: dict[tuple[int, int], Log] = {}
+        """The history that each version goes on from, itself first."""
 
     def committed(self, now_ns: int, part: Partition, reader: Reader) -> None:
         """Take what a master has committed of a partition."""
@@ -73,6 +75,7 @@ class Ledger:
             points.append(Point(now_ns, log, end))
         for number, (uuid, began) in enumerate(log):
             at = vb_id, uuid
+            self._logs.setdefault(at, log[number:])
             known = self._ends.get(at, began)
             if number and known >= end and at in self._ends:
                 return
@@ -82,6 +85,10 @@ class Ledger:
                 changes += map(_change_of, _documents(entries))
             self._ends[at] = max(known, end)
             end = began
+
+    def log_of(self, vb_id: int, uuid: int) -> Log:
+        """Return the history of a version; () if nothing of it was ever committed."""
+        return self._logs.get((vb_id, uuid), ())
 
     def change(self, vb_id: int, uuid: int, seqno: int) -> Change | None:
         """Return the change with a seqno of a version; None: there was none."""

@@ -80,6 +80,8 @@ class Machine:
         """The folder's file seen.json; it is replaced as a whole, and synced."""
         self.sent_map = NEVER_SENT
         """The same of map.json."""
+        self.closed = 0
+        """The same of closed.json: no time above it was closed."""
 
     def _power(self) -> Power:
         power = Power()

@@ -26,6 +26,7 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.opcode import Opcode
 from sim.checkers.falling import Change, falls
 from sim.clock import Clock
+from sim.cut_rounds import NodeCuts
 from sim.facts import Committed, Facts, History, Mastership, fingerprint
 from sim.manifests import changed, ids
 from sim.network import Side
@@ -35,7 +36,6 @@ from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
 from vbucket.check.store_check import StoreCheck
-from vbucket.engine.cut import draw_cut
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 _SEQNO = Struct(">Q")
 _TWO_NUMBERS = Struct(">QQ")
-TICK_NS = CUT_NS = 100 * MS
-"""How often NOOPs and marks are looked after, and cuts are drawn."""
+TICK_NS = 100 * MS
+"""How often NOOPs and marks are looked after."""
 LISTEN_NS = 30 * MS
 """How long a start takes before the port is open."""
 ROOM_RETRY_NS = 50 * MS
@@ -190,7 +190,7 @@ class SingleNode:
         self.host.after(LISTEN_NS, self._listen)
         self.host.after(TICK_NS, self._tick)
         if plan.cut_consumers:
-            self.host.after(CUT_NS, self._draw_cut)
+            self._begin_cuts()
 
     replication: ReplicationPort | None = None
     device_type: type[FileLogDevice] = FileLogDevice
@@ -216,6 +216,9 @@ class SingleNode:
         """See SimNode."""
         if self._has_begun:
             self._upkeep.compact_all()
+
+    def _begin_cuts(self) -> None:
+        NodeCuts(self)
 
     def _record_masterships(self) -> None:
         """A node alone is the master of all partitions."""
@@ -288,9 +291,13 @@ class SingleNode:
             self.host.after(ROOM_RETRY_NS, self._write, job)
             return
         self.engine.refuse_writes("", Hold.LOG_FULL)
-        plan, world = self._plan, self._world
-        sync_ns = world.between(plan.sync_min_ns, plan.sync_max_ns) + self._machine.slow_sync_ns
-        self.host.after(sync_ns, self._sync, job)
+        self.host.after(self.sync_ns(), self._sync, job)
+
+    def sync_ns(self) -> int:
+        """Draw how long a sync takes."""
+        plan = self._plan
+        took_ns = self._world.between(plan.sync_min_ns, plan.sync_max_ns)
+        return took_ns + self._machine.slow_sync_ns
 
     def _sync(self, job: WriteGroup) -> None:
         try:
@@ -361,14 +368,6 @@ class SingleNode:
             self._die()
             return
         self.host.after(TICK_NS, self._tick)
-
-    def _draw_cut(self) -> None:
-        """See `dcp.server.net.cut_timer`."""
-        self.host.after(CUT_NS, self._draw_cut)
-        if self.hub.cutting:
-            cut = draw_cut(self.engine, self.clock.wall_ns())
-            for follower in self.hub.cutting:
-                follower.begin_cut(cut)
 
     def _expire(self) -> None:
         """Let what is due expire, though nobody asks for it."""

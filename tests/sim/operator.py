@@ -106,7 +106,9 @@ class Operator:
         self._world.after(LOOK_NS, self._look)
 
     def _tidy(self) -> None:
-        """Remove a member whose folder is lost. A plan that waits for one is cancelled."""
+        """Remove a member whose folder is lost. A plan that waits for one is cancelled; when the
+        faults are over, any other one is, too, since it may take long.
+        """
         for view in self._views():
             dead = sorted(self._dead() & view.members.keys())
             if refused_unreadable(view) is not None or not dead:
@@ -114,6 +116,8 @@ class Operator:
             told = progress_of(view)
             if told is None or told.kind is PlanKind.GROW:
                 self._write(remove(view, dead[0], self._stamp()))
-            elif told.waits_for.keys() & self._dead() or self.is_tidying:
+            elif told.waits_for.keys() & self._dead() or (
+                self.is_tidying and told.kind is not PlanKind.REMOVE  # its own: it goes on
+            ):
                 self._write(cancel(view, self._stamp()))
             return

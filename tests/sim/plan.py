@@ -155,6 +155,9 @@ class Plan(NamedTuple):
     """Clients that scan, read hashes, and change documents in batches (`sim.prober`)."""
     cut_consumers: int = 0
     """Consumers that ask for consistent cuts."""
+    cut_late_ns: int = 0
+    """What a leader says about cuts leaves so much later at most, to each node another time: else
+    all draw a cut at nearly the same moment."""
     beat_ns: int = 100 * MS
     """Time between heartbeats."""
     lag_ns: int = 1000 * MS
@@ -229,11 +232,13 @@ def probed(plan: Plan, draw: random.Random) -> Plan:
     faults = [name for name in DISK_FAULTS if draw.random() < 0.4]
     if plan.acts and draw.random() < 0.7:
         faults = []  # they spoil most acts
+    # What a master answers alone may be committed later, or never: then nobody looks.
+    is_committed = plan.nodes == 1 or plan.acknowledge == "committed"
     return plan._replace(
         faults=(*plan.faults, *faults),
-        # What a master answers alone may be committed later, or never.
         probers=probers if plan.acknowledge == "committed" else 0,
-        cut_consumers=draw.choice((1, 1, 2)) if plan.nodes == 1 else 0,
+        cut_consumers=draw.choice((1, 1, 2)) if is_committed else 0,
+        cut_late_ns=draw.choice((0, 30, 80)) * MS if plan.nodes > 1 else 0,
         beat_ns=draw.choice((50, 100, 100, plan.unheard_ns // MS // 4)) * MS,
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from failover.replication.receipt import CutOff, DiscardDamagedError, pack_cut_off, unpack_cut_off
 from support.forgetful_disk import ForgetfulDisk
+from vbucket.model.receipt import CutOff, DiscardDamagedError, pack_cut_off, unpack_cut_off
 
 SUFFIX = ".cut"
 

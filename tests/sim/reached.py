@@ -42,10 +42,10 @@ _BY_CAUSE: Final = {
     "unclean": "rollbacks of a consumer after an unclean election",
 }
 OF_VIEWS: Final = (
-    "scans", "scans with changes under way", "hashes read", "repairs", "batches made",
-    "batches refused", "batches without an answer", "cuts", "cuts after a rollback",
+    "scans", "scans with changes under way", "hashes read", "repairs", "cuts",
+    "cuts after a rollback", "batches made", "batches refused", "batches without an answer",
 )  # fmt: skip
-"""What probers and consumers that ask for cuts reach. Batches and cuts are of a node alone."""
+"""What probers and consumers that ask for cuts reach. Batches are of a node alone."""
 OF_CLUSTERS: Final = (
     *_COUNTED.values(),
     "elections after a clock jump",
@@ -58,10 +58,10 @@ OF_CLUSTERS: Final = (
     "receipts",
     "operations refused",
     "writes without an answer",
-    *OF_VIEWS[:4],
+    *OF_VIEWS[:6],
 )
 """All counts of clusters."""
-ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[4:])
+ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[6:])
 WANTED: Final = frozenset(OF_CLUSTERS)
 """What seeds of clusters have to reach."""
 _READS: Final = frozenset({Kind.GET})

@@ -289,6 +289,9 @@ class ReplicatedNodes:
         """See Cluster."""
         if self._moves is None:
             return ""
+        for view in self._views():
+            if lost := sorted(self._dead & view.members.keys()):
+                return f"{lost[0]} is a member, and its folder is lost"
         nodes = [(machine.node, member) for member, machine in self._machines.items()]
         return self._moves.why_unsettled([
             (node.member, node.engine) for node, member in nodes

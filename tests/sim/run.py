@@ -211,6 +211,9 @@ class Simulation:
             client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
         self._wait(self._are_clients_idle, "clients still wait for answers")
+        if facts.lost_folders and self.plan.min_in_sync == self.plan.copies:
+            # Without one of its copies a partition rightly refuses durable writes.
+            self._wait(lambda: not self._cluster.why_unsettled(), "lost copies are not replaced")
         if self._forever and not facts.problems:
             self._break_for_good()
         facts.works_ns = world.now_ns
@@ -228,6 +231,9 @@ class Simulation:
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
         self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end")
+        if self.plan.cut_consumers and len(self.machines) > 1:
+            for machine in self.machines:
+                machine.clock.set_right()  # a node whose clock is off takes part in no cut
         if self._forever not in CUTS:
             self._wait(self._have_consumers_caught_up, "consumers do not catch up")
             return

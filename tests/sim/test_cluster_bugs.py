@@ -97,6 +97,7 @@ def test_clusters_that_move_copies_pass(first: int) -> None:
     [
         (4, "", 709),  # a copy moved before its master had said that the store went back
         (4, "", 1080),  # a plan that was cancelled waited for a node that was lost
+        (4, "", 5041),  # of the operator: it cancelled its own removal of a member
         (3, "last_in_sync", 35),  # who knew a newer version, and had nothing of it, was elected
         (
             4,

@@ -51,7 +51,7 @@ class Overtaken:
         """Give up all older versions, and perhaps deletions; return when that is committed."""
         part, floors = self.part, self.upkeep._floors
         floor = part.merged_seqno
-        floors.raise_(FloorStep(VB, part.vb_uuid, floor, floor - 1 if purges else 0), 0)
+        floors.advance(FloorStep(VB, part.vb_uuid, floor, floor - 1 if purges else 0), 0)
         self.cluster.node(self.old).kick()
         self.cluster.until(lambda: VB in floors.committed())
 

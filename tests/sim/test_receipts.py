@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from failover.replication.receipt import CutOff
 from sim import run
 from sim.checkers import receipts
 from sim.facts import CutOffFact, History, LostFolder, Operation, fingerprint
@@ -17,6 +16,7 @@ from sim.run import Options, Simulation
 from sim.world import MS, SECOND
 from support.forgetful_disk import ForgetfulDisk
 from vbucket.model.entry import pack_mutation
+from vbucket.model.receipt import CutOff
 
 OTHERS_DIE_NS = 600 * MS
 LAST_DIES_NS = 4800 * MS

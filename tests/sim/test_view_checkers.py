@@ -16,6 +16,7 @@ from sim.facts import (
     Facts,
     HashesRead,
     Kind,
+    Mastership,
     Operation,
     Outcome,
     Scanned,
@@ -161,6 +162,16 @@ class TestHashes:
         assert "recount" in shown.hashes([self.answer(1, 1, sum_ + 1)], [], part.ledger)[0]
         assert "where it was not" in shown.hashes([self.answer(3, 2, 0)], [], part.ledger)[0]
 
+    def test_a_version_may_be_told_as_of_its_end(self, part: Part) -> None:
+        """Its successor begins there. It did not have what that one wrote."""
+        part.set(b"k", b"1", at_ns=5)
+        part.failover = Log(((B, 1), (A, 0)))
+        part.tell(6)
+        part.set(b"k", b"2", at_ns=15)
+        sum_ = hash_of_document(hash_of_key(b"k"), 101, 1)
+        assert shown.hashes([self.answer(1, 1, sum_)], [], part.ledger) == []
+        assert "where it was not" in shown.hashes([self.answer(2, 1, 0)], [], part.ledger)[0]
+
     def test_keys_are_those_of_the_seqno(self, part: Part) -> None:
         part.set(b"k", b"1", at_ns=5)
         versions = [KeyVersion(b"k", 101, 1, 1)]
@@ -210,7 +221,7 @@ class TestCuts:
             for vb_id, (_, seqno) in positions.items()
         }
         facts.cuts.append(CutHeld(50, "x1", "x1>n1", 7, positions, documents))
-        return cuts.broken(facts, has_one_clock=True)
+        return cuts.broken(facts)
 
     def test_what_was_answered_before_is_in_it(self) -> None:
         first, second = Part(Ledger()), Part(Ledger(), 1)
@@ -226,18 +237,35 @@ class TestCuts:
         assert self.broken(first.ledger, before, beside, vb0=0, vb1=1) == []
         assert self.broken(first.ledger, before, after, vb1=1) == [], "no part of the cut"
 
+    def test_what_a_later_master_answered_before_is_in_it(self) -> None:
+        """A former master that does not know of it yet has no part in the cut."""
+        first, second = Part(Ledger()), Part(Ledger(), 1)
+        second.ledger = first.ledger
+        first.set(b"k", b"1")
+        first.failover = Log(((B, 1), (A, 0)))
+        first.set(b"k", b"2")
+        before = written(first, b"k", b"2", 1, 5)
+        before.vb_uuid = B
+        second.set(b"l", b"2")
+        after = written(second, b"l", b"2", 6, 9)
+        assert "lacks" in self.broken(first.ledger, before, after, vb0=1, vb1=1)[0]
+        assert self.broken(first.ledger, before, after, vb0=2, vb1=1) == [], "it was cut off"
+
     def test_documents_are_those_of_its_positions(self, part: Part) -> None:
         part.set(b"k", b"1")
         facts = Facts()
         facts.ledger = part.ledger
         facts.cuts.append(CutHeld(50, "x1", "x1>n1", 7, {0: (ONE, 1)}, {0: {b"k": b"0"}}))
-        (problem,) = cuts.broken(facts, has_one_clock=True)
+        (problem,) = cuts.broken(facts)
         assert "b'k' was b'1'" in problem
 
     def test_what_follows_has_a_later_cas(self) -> None:
         facts = Facts()
         facts.after_cuts.append(AfterCut(5, "x1", 0, b"k", 2, 6, 7))
-        assert "with CAS 6" in cuts.broken(facts, has_one_clock=True)[0]
-        assert cuts.broken(facts, has_one_clock=False) == []
+        assert "with CAS 6" in cuts.broken(facts)[0]
+        facts.masterships = [Mastership(1, node, 0, 0, 1, A, 0) for node in ("n1", "n2")]
+        assert cuts.broken(facts) == [], "the other node may have made it"
+        facts.masterships.pop()
+        assert cuts.broken(facts)
         facts.after_cuts = [facts.after_cuts[0]._replace(key=b"m1")]
-        assert cuts.broken(facts, has_one_clock=True) == [], "a CAS from elsewhere"
+        assert cuts.broken(facts) == [], "a CAS from elsewhere"

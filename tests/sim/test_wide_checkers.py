@@ -148,9 +148,7 @@ class TestRollbacks:
     next = Streamed(3, "w1", 0, B, 8)
 
     def problems(self, *between: RolledBack | Begun) -> list[str]:
-        rolled_back = [event for event in between if isinstance(event, RolledBack)]
-        begun = [event for event in between if isinstance(event, Begun)]
-        return histories.not_rolled_back([self.seen, self.next], rolled_back, begun, [self.final])
+        return histories.not_rolled_back([self.seen, *between, self.next], [self.final])
 
     def test_what_was_cut_off_has_to_be_taken_back(self) -> None:
         (problem,) = self.problems()

@@ -107,7 +107,7 @@ class Upkeep:
             self._raise_floor(vb_id)
         elif part.history_floor:
             floors = part.history_floor, part.purge_seqno
-            self._floors.raise_(FloorStep(vb_id, part.vb_uuid, *floors), self._world.now_ns)
+            self._floors.advance(FloorStep(vb_id, part.vb_uuid, *floors), self._world.now_ns)
             node.host.after(SLICE_NS, self._compact)
 
     def _raise_floor(self, vb_id: int) -> None:
@@ -120,7 +120,7 @@ class Upkeep:
         floor = high if world.chance(0.3) else low + world.below(high - low + 1)
         purge = world.below(floor) if world.chance(0.5) else 0
         before = part.history_floor, part.purge_seqno
-        self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge), world.now_ns)
+        self._floors.advance(FloorStep(vb_id, part.vb_uuid, floor, purge), world.now_ns)
         if (part.history_floor, part.purge_seqno) == before:
             return
         if part.purge_seqno > before[1]:

@@ -5,9 +5,10 @@ Plans with probers, and with consumers that ask for cuts, reach them (`sim.plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from clients.consumer.batch_reader import CutMeeting
 from dcp.session.kv import batches as batch_commands
 from dcp.session.kv.hash_reads import HashReads
 from dcp.session.kv.scans import ScanCommands
@@ -15,8 +16,10 @@ from dcp.session.state import SessionState
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.pending_cut import PendingCut
 from dcp.wire.frame import Frame
-from sim import node as node_module
-from sim import prober
+from failover.replication.cuts import cut_leader, cut_member
+from failover.replication.cuts.cut_member import CutMember
+from failover.rules.cut import Ask
+from sim import cut_rounds, prober
 from sim.planting import ClusterBug, Replaced, all_replaced
 from vbucket.engine import cut as cut_module
 from vbucket.engine import hashes
@@ -63,6 +66,37 @@ def _told_early(cut: PendingCut, drawn: Cut, streams: Any) -> None:
 
 
 _pending_init = PendingCut.__init__
+
+# -- cuts of clusters ------------------------------------------------------------------------------
+
+_draw = CutMember.draw
+
+
+def _draw_and_go_on(member: CutMember, ask: Ask, clock_ns: int) -> str:
+    """A member that has drawn a cut goes on committing."""
+    why = _draw(member, ask, clock_ns)
+    if not why:
+        member._watermarks.held = None
+    return why
+
+
+def _any_meeting(meeting: CutMeeting[Any], following: Collection[Any], followed: set[int]) -> bool:
+    """A consumer holds a cut when each connection waits at some cut."""
+    is_cut = len(meeting._at) == len(following) > 0
+    if is_cut:
+        meeting.release()
+    return is_cut
+
+
+def _median_closed(members: Iterable[tuple[int, int]], _clock_ns: int) -> int:
+    """The next time is above what half of the members have closed."""
+    found = sorted(first for _, first in members)
+    return found[(len(found) - 1) // 2]
+
+
+def _not_at_all(*_args: object) -> None:
+    """Leave something out."""
+
 
 # -- scans -----------------------------------------------------------------------------------------
 
@@ -158,11 +192,11 @@ def _takes_all(*_args: object, **_named: object) -> str:
 VIEW_BUGS: Final[dict[str, ClusterBug]] = {
     "cut-of-committed": ClusterBug(
         "a cut leaves out what has a CAS, and is not committed yet",
-        (Replaced(node_module, "draw_cut", _cut_of_committed),), nodes=1,
+        (Replaced(cut_rounds, "draw_cut", _cut_of_committed),), nodes=1,
     ),
     "cut-beyond": ClusterBug(
         "a cut has changes of one partition that came later",
-        (Replaced(node_module, "draw_cut", _cut_above_all),), nodes=1,
+        (Replaced(cut_rounds, "draw_cut", _cut_above_all),), nodes=1,
     ),
     "cut-passed": ClusterBug(
         "streams pass a cut before it is told", (Replaced(PendingCut, "reached_by", _never_waits),),
@@ -171,6 +205,26 @@ VIEW_BUGS: Final[dict[str, ClusterBug]] = {
     "cut-told-early": ClusterBug(
         "a cut is told when the first stream has reached it",
         (Replaced(PendingCut, "__init__", _told_early),), nodes=1,
+    ),
+    "cut-commits-on": ClusterBug(
+        "a node that has drawn a cut of the cluster commits before all have",
+        (Replaced(CutMember, "draw", _draw_and_go_on),),
+    ),
+    "cut-meets-anywhere": ClusterBug(
+        "a consumer takes cuts of several times for one",
+        (Replaced(CutMeeting, "is_cut", _any_meeting),),
+    ),
+    "cut-closes-nothing": ClusterBug(
+        "a node that has drawn a cut gives changes a CAS below its time",
+        (Replaced(cut_member, "close_time", _not_at_all),),
+    ),
+    "cut-held-for-ever": ClusterBug(
+        "a node waits for ever for a leader's word that a cut is complete",
+        (Replaced(CutMember, "tick", _not_at_all),),
+    ),
+    "cut-waits-for-clock": ClusterBug(
+        "a node that has closed times ahead of its clock takes part again when the clock is there",
+        (Replaced(cut_leader, "first_open_of_all", _median_closed),),
     ),
     "scan-moves-on": ClusterBug(
         "a scan shows what is written while it runs",

@@ -44,7 +44,7 @@ def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(300)
 def test_the_code_on_the_first_page(spark, dcpd, tmp_path, capsys):
     page = (ROOT / "docs" / "spark.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     code = code.replace("127.0.0.1:11210", dcpd.address).replace("/data/", f"{tmp_path}/")
     begin, look, _ = re.split(r"^(read_table.*)$", code, maxsplit=1, flags=re.MULTILINE)
     with dcpd.connect() as kv:

@@ -237,7 +237,7 @@ class ClusterHere:
         return Node(
             settings, table, log,
             open_meta=lambda file: MetaAccess._of(
-                self._client(name), file.meta, Keyring(file.secrets)
+                self._client(name), file.meta, Keyring(file.secrets), file.name
             ),
         )  # fmt: skip
 

@@ -60,7 +60,7 @@ class CopyNode(MemoryNode):
             KEYS.root, self.member, self.incarnation, CoordinatorSettings()
         )
         self.core = ReplicationCore(
-            self.engine, self.store, self.hub, self.groups, self.session,
+            self.engine, self.store, self.groups, self.session,
             ReplicationSettings(min_in_sync=1), cluster=CLUSTER, carry_out=self._carry_out,
             depose=lambda vb_ids, why: None, now_ns=self.copies.now_ns,
         )  # fmt: skip

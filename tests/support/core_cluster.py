@@ -77,7 +77,7 @@ class CoreNode(MemoryNode):
         self.deposed: list[tuple[tuple[int, ...], str, int]] = []
         """Partitions, the reason, and the high seqno of the first one at that moment."""
         self.core = ReplicationCore(
-            self.engine, self.store, self.hub, self.groups, self.session, self.cluster.settings,
+            self.engine, self.store, self.groups, self.session, self.cluster.settings,
             cluster=CLUSTER, carry_out=self.carry_out, depose=self._depose,
             now_ns=self.cluster.now_ns,
         )  # fmt: skip

@@ -256,7 +256,7 @@ class MemoryNode:
         return where it is now.
         """
         part = self.engine.partitions[vb_id]
-        self.floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge), self.now_ns)
+        self.floors.advance(FloorStep(vb_id, part.vb_uuid, floor, purge), self.now_ns)
         return Floors(part.history_floor, part.purge_seqno)
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:

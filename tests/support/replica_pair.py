@@ -83,7 +83,7 @@ class Member:
             record = MemberRecord(member=member, address=member)
             self.session.view.members[member] = Stored(record, KeyValue(b"m", b"", 1, 1, 0))
         self.core = ReplicationCore(
-            node.engine, node.store, node.hub, node.groups, self.session, self._settings,
+            node.engine, node.store, node.groups, self.session, self._settings,
             cluster="c", carry_out=lambda _: None, depose=lambda _vb_ids, _why: None,
             now_ns=self.now_ns,
         )  # fmt: skip

@@ -41,7 +41,7 @@ from vbucket.log.device import (
     mark_slots,
     pack_segment_header,
 )
-from vbucket.log.disk_folder import Disk, FolderDisk
+from vbucket.log.disk_folder import FolderDisk
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME, segment_name
 
 _NEW_NAME: Final = "new-segment.tmp"
@@ -78,7 +78,7 @@ class FileLogDevice:
         self,
         folder: Path,
         draw_salt: Callable[[], int],
-        disk: Disk | None = None,
+        disk: FolderDisk | None = None,
         *,
         direct_bytes_min: int = DIRECT_BYTES_MIN,
     ) -> None:

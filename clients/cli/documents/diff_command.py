@@ -30,13 +30,7 @@ from clients.cli.output import shown, text_fields, write_json
 from clients.errors import DcpdError
 
 if TYPE_CHECKING:
-    from clients.backup.archive_copy import ArchiveCopy
-    from clients.kv.differences import Difference
-    from clients.kv.hash_reads import HashReader
-    from clients.mirror.mirror_copy import MirrorCopy
-    from clients.spark.sink.table_copy import TableCopy
-
-    Side = ArchiveCopy | HashReader | MirrorCopy | TableCopy
+    from clients.kv.differences import Copy, Difference
 
 EXIT_TROUBLE: Final = EXIT_USAGE
 """diff(1)'s third exit code, which also says that the command was misused."""
@@ -84,7 +78,7 @@ class _Comparison:
     async def of(self, first: str, second: str) -> int:
         """Compare, and print what differs; return the exit code."""
         began = time.monotonic()
-        opened: list[Side] = []
+        opened: list[Copy] = []
         try:
             one = await _opened(self._target, first)
             opened.append(one)
@@ -93,13 +87,13 @@ class _Comparison:
             pairs = await _pairs(one, two, self._collection)
             for name, collection_ids in pairs.items():
                 for side, collection_id in zip(opened, collection_ids, strict=True):
-                    _select(side, collection_id)
+                    side.select(collection_id)
                 async for each in self._differences(one, two):
                     self._print(name, each)
         finally:
             for side in opened:
                 await side.close()
-        received = sum(getattr(side, "received_bytes", 0) for side in opened)
+        received = sum(side.received_bytes for side in opened)
         seconds = time.monotonic() - began
         if self._is_json:
             write_json(
@@ -113,7 +107,7 @@ class _Comparison:
             click.echo(f"{what} ({received:,} bytes read in {seconds:.1f} s)", err=True)
         return EXIT_FAILED if self._found else EXIT_OK
 
-    async def _differences(self, one: Side, two: Side) -> AsyncIterator[Difference]:
+    async def _differences(self, one: Copy, two: Copy) -> AsyncIterator[Difference]:
         from clients.kv.differences import differences
 
         async for some in differences(one, two):
@@ -143,7 +137,7 @@ class _Comparison:
         click.echo(f"{each.kind:<13} {where}{shown(each.key)}  ({'; '.join(has)})")
 
 
-async def _opened(target: Target, text: str) -> Side:
+async def _opened(target: Target, text: str) -> Copy:
     """Open a side. Raises DcpdError, click.UsageError."""
     from clients.kv.hash_reads import HashReader
 
@@ -163,7 +157,7 @@ async def _opened(target: Target, text: str) -> Side:
     return await HashReader.open(address_of(given), target.timeout_s)
 
 
-def _table(path: str) -> TableCopy:
+def _table(path: str) -> Copy:
     from clients.install_hint import install_hint
 
     try:
@@ -187,30 +181,19 @@ def _kind_of(text: str) -> tuple[str, str]:
     return ("mirror" if Path(text).is_file() else "server"), text
 
 
-def _select(side: Side, collection_id: int) -> None:
-    from clients.mirror.mirror_copy import MirrorCopy
-
-    if not isinstance(side, MirrorCopy):  # which has one collection only
-        side.select(collection_id)
-
-
-async def _pairs(one: Side, two: Side, wanted: str | None) -> dict[str, tuple[int, int]]:
+async def _pairs(one: Copy, two: Copy, wanted: str | None) -> dict[str, tuple[int, int]]:
     """Return the collections to compare: name -> id on each side. Raises NotComparableError."""
     from clients.kv.differences import NotComparableError, checked_collections
-    from clients.mirror.mirror_copy import MirrorCopy
 
-    known = []
-    for side, other in ((one, two), (two, one)):
-        wanted = wanted or getattr(side, "only", None)
-        if not isinstance(side, MirrorCopy):
-            known.append(await side.collections())
-        elif isinstance(other, MirrorCopy):
-            known.append({f"0x{side.collection_id:x}": side.collection_id})
-        else:
-            by_id = {found: name for name, found in (await other.collections()).items()}
-            name = by_id.get(side.collection_id, f"0x{side.collection_id:x}")
-            known.append({name: side.collection_id})
-            wanted = wanted or name
+    sides = (one, two)
+    named = [await side.collections() for side in sides]
+    known = list(named)
+    for at, side in enumerate(sides):
+        only = side.only_collection
+        if only is not None and sides[1 - at].only_collection is None:
+            by_id = {found: name for name, found in named[1 - at].items()}
+            known[at] = {by_id.get(only, f"0x{only:x}"): only}
+            wanted = wanted or next(iter(known[at]))
     if wanted is not None:
         for side, ids in zip((one, two), known, strict=True):
             if wanted not in ids:

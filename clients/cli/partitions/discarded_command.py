@@ -9,8 +9,8 @@ import click
 
 from clients.cli.dcpctl import Target, Verbs, help_text, with_target
 from clients.cli.output import shown, text_fields, write_json
-from failover.replication.receipt import DiscardDamagedError, KeptChange, changes_of, unpack_cut_off
 from vbucket.model.datatype import SNAPPY, inflate
+from vbucket.model.receipt import DiscardDamagedError, KeptChange, changes_of, unpack_cut_off
 
 VALUE_BYTES_MAX = 20 << 20
 """No document is longer."""

@@ -30,13 +30,17 @@ class TableCopy(RowsCopy):
         super().__init__(path, 0, _FORM)
         rows = self._documents(Path(path))
         has_collections = "collection" in rows.column_names
-        self.only = None if has_collections else DEFAULT_COLLECTION
-        """The collection of all rows; None: each row says its own."""
+        self._only = None if has_collections else 0
+        """The collection of all rows, which is the default one; None: each row says its own."""
         self._rows = rows.sort_by("vb")
         self._selected = self._rows
-        self._names = [DEFAULT_COLLECTION]
-        if self.only is None:
-            self._names = sorted(rows["collection"].unique().to_pylist())
+        self._ids = {"0x0": 0}
+        if has_collections:  # the table does not have the numbers of others
+            names = rows["collection"].unique().to_pylist()
+            self._ids = {
+                name: 0 if name == DEFAULT_COLLECTION else -1 - at
+                for at, name in enumerate(sorted(names))
+            }
         self.partitions_seen = 1 + (pc.max(rows["vb"]).as_py() or 0)
 
     def _documents(self, path: Path) -> pa.Table:
@@ -56,12 +60,17 @@ class TableCopy(RowsCopy):
 
     async def collections(self) -> dict[str, int]:
         """Return the collections that it has documents of: scope.collection -> a number."""
-        return {name: at for at, name in enumerate(self._names)}
+        return self._ids
 
-    def select(self, number: int) -> None:
+    @property
+    def only_collection(self) -> int | None:
+        """See Copy."""
+        return self._only
+
+    def select(self, collection_id: int) -> None:
         """Read a collection of `collections`."""
-        if self.only is None:
-            name = self._names[number]
+        if self._only is None:
+            name = next(name for name, number in self._ids.items() if number == collection_id)
             self._selected = self._rows.filter(pc.equal(self._rows["collection"], name))
 
     def rows(self, vb_id: int) -> list[Row]:

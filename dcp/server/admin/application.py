@@ -39,7 +39,6 @@ from dcp.server.admin.routes import (
 )
 from dcp.server.admin.routes import cluster_routes as clusters
 from dcp.server.admin.routes import couchbase_routes as field
-from dcp.server.admin.routes import dump_routes as dump
 from dcp.server.admin.routes import fault_routes as faults
 from dcp.server.admin.routes import partition_routes as partitions
 from dcp.server.admin.routes import probe_routes as probes
@@ -72,7 +71,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *probes.routes(parts.health, parts.status, parts.metrics),
         *partitions.at_the_master(partitions.routes(parts.operations), parts.config),
         *storage.routes(parts.operations, parts.scrubbing),
-        *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
+        *partitions.at_the_master(document_routes.dump_routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
         *consumer_routes.routes(parts.consumers),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),

@@ -48,9 +48,9 @@ from dcp.server.storage.folder import (
     store_path,
 )
 from dcp.server.storage.process.scrubbing import SCRUB_FILE, read_scrub
-from failover.replication.receipt import DiscardDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
+from vbucket.model.receipt import DiscardDamagedError, unpack_cut_off
 from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 

@@ -126,8 +126,8 @@ class CutRounds(CutTimer):
         self._led_ns = 0
         """When this node led last."""
         self._timeout: asyncio.TimerHandle | None = None
-        self._told = ""
-        """Why this node drew no cut, as it was logged last."""
+        self._told_fault = False
+        """Whether the log says that this node's clock is off."""
 
     def draw(self) -> None:
         """Begin a cut of the cluster, if somebody follows cuts here, and this node leads."""
@@ -159,6 +159,10 @@ class CutRounds(CutTimer):
         if self._leader.is_decided:
             self._finish(ask)
 
+    def next_ns(self) -> int:
+        """See CutTimer: what leaders ask for. A clock that is off reserves nothing."""
+        return self._cuts.asked_time
+
     def stop(self) -> None:
         """Draw no more cuts."""
         super().stop()
@@ -188,11 +192,11 @@ class CutRounds(CutTimer):
         return self._engine.locks.now_ns
 
     def _tell(self) -> None:
-        why = self._cuts.why_not
-        if why != self._told and "clock" in f"{why}{self._told}":
-            self._told = why
-            text = "this node closes no times" if why else "this node closes times again"
-            self._log.warning(text, reason=why or "its clock is right again")
+        fault = self._cuts.clock_fault
+        if bool(fault) != self._told_fault:
+            self._told_fault = bool(fault)
+            text = "this node closes no times" if fault else "this node closes times again"
+            self._log.warning(text, reason=fault or "its clock is right again")
 
     def _silent(self, now_ns: int) -> list[str]:
         """Return who has not answered, or not let this node in, for too long."""
@@ -219,10 +223,8 @@ class CutRounds(CutTimer):
 
     async def _connect(self, name: str, record: MemberRecord) -> None:
         """Dial a node; it is dialled again later if that fails."""
-        identity, tls = self._replicated.identity, self._tls
-        uses_certificate = tls is not None and tls.shows_certificate
-        login = NodeLogin(identity.secret, identity.name, uses_certificate=uses_certificate)
-        peer = self._peers[name] = CutPeer(self, name, login)
+        tls = self._tls
+        peer = self._peers[name] = CutPeer(self, name, self._replicated.access.login(tls))
         try:
             host, port = host_and_port(record.address if tls is None else tls_address_of(record))
             context = None if tls is None else tls.context()

@@ -139,10 +139,9 @@ class MemberLink(asyncio.Protocol):
     def __init__(
         self,
         link: ReplicaLink,
-        secret: str,
+        login: NodeLogin,
         on_bytes: Callable[[], None],
         *,
-        own_name: str,
         tls: LinkTls | None = None,
         name: str = "the node",
         member: str = "",
@@ -160,7 +159,7 @@ class MemberLink(asyncio.Protocol):
         self._tls = tls
         self.name = name
         self._where = name
-        self._login = NodeLogin(secret, own_name, uses_certificate=self._uses_certificate)
+        self._login = login
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from dcp.server.access.link_tls import LinkTls
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile, ClusterRefusedError
+from dcp.server.cluster.member_link import NodeLogin
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
@@ -133,13 +135,14 @@ class TimedStore:
 
 class MetaAccess:
     """An open store, made by `open`: a client, and the store itself in its owner. `keyring` has
-    the secrets with which this node logs in there, and at other nodes.
+    the secrets with which this node, of this name, logs in there, and at other nodes.
     """
 
-    def __init__(self, meta: MetaStore, url: str, keyring: Keyring) -> None:
+    def __init__(self, meta: MetaStore, url: str, keyring: Keyring, name: str) -> None:
         self.meta = TimedStore(meta)
         self.url = url
         self.keyring = keyring
+        self._name = name
         self._client: StoreClient | None = None
         self._server: EmbeddedServer | None = None
 
@@ -148,7 +151,7 @@ class MetaAccess:
         """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
         keyring = _keyring_of(identity)
         if identity.meta.startswith(f"{ETCD_SCHEME}:"):
-            return cls._of(_etcd_client(identity.meta, log), identity.meta, keyring)
+            return cls._of(_etcd_client(identity.meta, log), identity.meta, keyring, identity.name)
         place = place_of(identity.meta)
         server, port = None, place.port
         if identity.owns_store:
@@ -160,15 +163,26 @@ class MetaAccess:
             except EmbeddedStoreError as error:
                 raise MetaAccessError(str(error)) from error
         client = EmbeddedClient(place.host, port, keyring, log.info)
-        return cls._of(client, f"{EMBEDDED}://{place.host}:{port}", keyring, server)
+        url = f"{EMBEDDED}://{place.host}:{port}"
+        return cls._of(client, url, keyring, identity.name, server)
 
     @classmethod
     def _of(
-        cls, client: StoreClient, url: str, keyring: Keyring, server: EmbeddedServer | None = None
+        cls,
+        client: StoreClient,
+        url: str,
+        keyring: Keyring,
+        name: str,
+        server: EmbeddedServer | None = None,
     ) -> MetaAccess:
-        access = cls(client, url, keyring)
+        access = cls(client, url, keyring, name)
         access._client, access._server = client, server
         return access
+
+    def login(self, tls: LinkTls | None) -> NodeLogin:
+        """Return a login of this node at another one, on a connection of this kind."""
+        shows = tls is not None and tls.shows_certificate
+        return NodeLogin(self.keyring.in_use, self._name, uses_certificate=shows)
 
     @property
     def trouble(self) -> str:

@@ -23,7 +23,6 @@ from typing import Final
 
 from dcp.server.access.link_tls import LinkTls
 from dcp.server.cluster.joining.link_try import fault_of
-from dcp.server.cluster.member_link import NodeLogin
 from dcp.server.cluster.node_map import tls_address_of
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.cluster.version_request import VersionsRequest
@@ -55,8 +54,7 @@ class PeerRepair:
         self._engine = engine
         self._view = replicated.session.view
         self._member = replicated.member
-        self._name = replicated.identity.name
-        self._keyring = replicated.access.keyring
+        self._access = replicated.access
         self._tls = tls
         self._scrubbing = scrubbing
         self._log = log
@@ -119,10 +117,7 @@ class PeerRepair:
         assert row.seqnos is not None
         assert row.vb is not None
         first, last = row.seqnos
-        uses_certificate = self._tls is not None and self._tls.shows_certificate
-        secret = self._keyring.in_use
-        login = NodeLogin(secret, self._name, uses_certificate=uses_certificate)
-        request = VersionsRequest(login, row.vb, first, last)
+        request = VersionsRequest(self._access.login(self._tls), row.vb, first, last)
         address = record.address if self._tls is None else tls_address_of(record)
         fault = await fault_of(address, f"node {name}", request, self._tls, ANSWER_S)
         if fault is not None or request.answer is None:

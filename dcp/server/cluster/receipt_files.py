@@ -28,7 +28,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 from failover.coordinator.coordinator import Elected
 from failover.coordinator.view import ClusterView
-from failover.replication.receipt import (
+from vbucket.model.receipt import (
     CutOff,
     DiscardDamagedError,
     ElectionLoss,

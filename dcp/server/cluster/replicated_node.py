@@ -73,11 +73,11 @@ from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.replication.effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.node import ReplicationCore
-from failover.replication.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.manifest import Manifest
+from vbucket.model.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.store.store import Store
 
 TICK_S: Final = 0.05
@@ -123,7 +123,6 @@ class ServerParts(NamedTuple):
     """Commits what is pending."""
     publish: Callable[[Published], None]
     """Tells the rest of the server what is committed."""
-    on_failure: Callable[[Exception], None]
 
 
 class ReplicationChoices(NamedTuple):
@@ -168,7 +167,7 @@ class ReplicatedNode:
         self.seen = self._open_seen()
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
-            parts.engine, parts.store, parts.hub, parts.groups, session,
+            parts.engine, parts.store, parts.groups, session,
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
@@ -530,7 +529,7 @@ class ReplicatedNode:
         try:
             step()
         except Exception as error:  # noqa: BLE001 - a named supervision point
-            self._parts.on_failure(error)
+            self._parts.tasks.fail(error)
 
     def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
         for connection in tuple(self._parts.connections.waiting):
@@ -565,9 +564,8 @@ class ReplicatedNode:
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
         connection = MemberLink(
-            link, self.access.keyring.in_use, self._link_moved, own_name=self.identity.name,
-            tls=tls, name=name, member=effect.member,
-            traffic=self._parts.meter.links[record.name or record.member],
+            link, self.access.login(tls), self._link_moved, tls=tls, name=name,
+            member=effect.member, traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)

@@ -7,8 +7,6 @@ Invariant: nothing here waits. Slow work (a failover log for LMDB) is only start
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dcp.core.groups import Published
 from dcp.server.net.connections import Connections
 from dcp.server.net.sessions import ReplicationHooks
@@ -23,7 +21,7 @@ from vbucket.log.commit_group import CommitGroup
 
 
 class AfterCommit(LogEvents):
-    """See the module. `on_failure` ends the server."""
+    """See the module."""
 
     def __init__(
         self,
@@ -35,8 +33,6 @@ class AfterCommit(LogEvents):
         failover_logs: FailoverLogs,
         merging: Merging,
         tasks: Tasks,
-        *,
-        on_failure: Callable[[Exception], None],
     ) -> None:
         self._meter = meter
         self._commits = commits
@@ -46,7 +42,6 @@ class AfterCommit(LogEvents):
         self._failover_logs = failover_logs
         self._merging = merging
         self._tasks = tasks
-        self._on_failure = on_failure
         self._replication: ReplicationHooks | None = None
 
     def follow(self, replication: ReplicationHooks) -> None:
@@ -88,4 +83,4 @@ class AfterCommit(LogEvents):
 
     def failed(self, error: Exception) -> None:
         """End the server."""
-        self._on_failure(error)
+        self._tasks.fail(error)

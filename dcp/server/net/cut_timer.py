@@ -8,6 +8,7 @@ from typing import Final
 
 from dcp.server.storage.closed_times import ClosedTimes
 from dcp.stream.hub import StreamHub
+from dcp.stream.pending_cut import begin_cut
 from vbucket.engine.cut import draw_cut
 from vbucket.engine.engine import Engine
 
@@ -28,8 +29,15 @@ class CutTimer:
         """Draw a cut if it is wanted, and again and again until `stop`."""
         self._next = asyncio.get_running_loop().call_later(CUT_S, self.start)
         if self.hub.cutting:
-            self._closed.reserve()
+            self._closed.reserve(self.next_ns())
+            self.hub.cut_time = self.hub.cut_time or time.time_ns()
+        else:
+            self.hub.cut_time = 0
         self.draw()
+
+    def next_ns(self) -> int:
+        """Return the time that is closed next, as far as is known."""
+        return max(time.time_ns(), self._engine.first_open_ns)
 
     def draw(self) -> None:
         """Draw a cut of this node, if it is wanted."""
@@ -38,9 +46,7 @@ class CutTimer:
         now_ns = time.time_ns()
         self._engine.begin_batch(now_ns)
         if self._engine.now_ns | 0xFFFF <= self._engine.closed_max:
-            cut = draw_cut(self._engine, now_ns)
-            for follower in self.hub.cutting:
-                follower.begin_cut(cut)
+            begin_cut(self.hub, draw_cut(self._engine, now_ns))
 
     def stop(self) -> None:
         """Draw no more cuts."""

@@ -1,12 +1,11 @@
 """Creates the sessions of connections, and passes their notes to the log, the audit and the meter.
 
 Invariant: a session that fails ends its connection and nothing else, unless it left a change half
-applied. Then the server ends (`on_failure`), because it would give wrong answers.
+applied. Then the server ends (`Tasks.fail`), because it would give wrong answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from dcp.core.groups import Published
@@ -14,6 +13,7 @@ from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.process.scrubbing import Scrubbing
@@ -83,8 +83,8 @@ class Sessions:
         meter: Meter,
         log: EventLog,
         refusals: RefusalLog,
+        tasks: Tasks,
         *,
-        on_failure: Callable[[Exception], None],
         replication: ReplicationHooks | None = None,
     ) -> None:
         """`replication` None: the node is alone."""
@@ -94,7 +94,7 @@ class Sessions:
         self._meter = meter
         self._log = log
         self._refusals = refusals
-        self._on_failure = on_failure
+        self._tasks = tasks
         self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
@@ -162,4 +162,4 @@ class Sessions:
         self._meter.session_failures += 1
         self._log.failure("session failed", error)
         if broken := self._shared.engine.keyspace.broken_invariant():
-            self._on_failure(RuntimeError(f"{broken}, because of {error!r}"))
+            self._tasks.fail(RuntimeError(f"{broken}, because of {error!r}"))

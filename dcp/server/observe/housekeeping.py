@@ -70,6 +70,10 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    def fail(self, error: Exception) -> None:
+        """End the server: something else failed, after which its answers would be wrong."""
+        self._on_failure(error)
+
     async def stop(self) -> None:
         """Cancel all tasks and wait for their end."""
         for task in self._running:

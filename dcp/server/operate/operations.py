@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dcp.core.groups import EndReasons
+from dcp.core.groups import GroupCycle
 from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
@@ -41,7 +41,7 @@ from dcp.session.faults import Fault, FaultTable
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.producer import Producer
 from dcp.stream.rate import RateLimit
-from dcp.stream.stream_limits import StreamChoice, StreamLimits
+from dcp.stream.stream_limits import StreamChoice
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -78,8 +78,7 @@ class Operations:
         compaction: Compaction,
         commits: CommitWaiters,
         faults: FaultTable,
-        end_reasons: EndReasons,
-        limits: StreamLimits,
+        groups: GroupCycle,
         meter: Meter,
         log: EventLog,
         *,
@@ -92,8 +91,7 @@ class Operations:
         self._compaction = compaction
         self._commits = commits
         self._faults = faults
-        self._end_reasons = end_reasons
-        self._limits = limits
+        self._groups = groups
         self._meter = meter
         self._log = log
         self._copies = copies
@@ -159,7 +157,7 @@ class Operations:
         """
         self._refuse_while_full()
         branch = lifecycle.failover(self._engine, vb_id, lost_seqnos)
-        self._end_reasons[vb_id] = EndReason.STATE_CHANGED
+        self._groups.end_reasons[vb_id] = EndReason.STATE_CHANGED
         self._meter.failovers += 1
         await self._durable("failover", branch)
         return _branch_report(branch)
@@ -173,7 +171,7 @@ class Operations:
         before = self._engine.partitions[vb_id].state
         branch = lifecycle.set_state(self._engine, vb_id, state)
         if branch is not None:
-            self._end_reasons[vb_id] = EndReason.STATE_CHANGED
+            self._groups.end_reasons[vb_id] = EndReason.STATE_CHANGED
         await self._commits.until_partition(vb_id)
         self._log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
         part = self._engine.partitions[vb_id]
@@ -287,7 +285,8 @@ class Operations:
     def stream_limits(self) -> list[StreamLimit]:
         """Return the limits of streams that are open and to come."""
         return [
-            StreamLimit(choice.name, choice.vb_id, rate) for choice, rate in self._limits.rows()
+            StreamLimit(choice.name, choice.vb_id, rate)
+            for choice, rate in self._groups.hub.limits.rows()
         ]
 
     def end_streams(self, choice: StreamChoice, reason: EndReason) -> int:
@@ -306,7 +305,7 @@ class Operations:
         Raises TooManyLimitsError.
         """
         if bytes_per_s != 0:
-            self._limits.set(choice, bytes_per_s)
+            self._groups.hub.limits.set(choice, bytes_per_s)
         chosen = list(self._chosen(choice))
         for found in chosen:
             rate = None if bytes_per_s is None else RateLimit(bytes_per_s)

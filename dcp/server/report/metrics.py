@@ -34,6 +34,7 @@ from dcp.server.report.disk_use import bytes_in
 from dcp.server.report.metric_sources import MetricSources, MetricSpec, Samples, one
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
+from dcp.stream.pending_cut import cut_age_s
 from dcp.stream.producer import Producer
 from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
@@ -429,6 +430,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_dcp_streams", "gauge", "", (),
         "Open streams.", "not a multiple of 1,024: a consumer lacks partitions",
         one(lambda of: of.hub.stream_count),
+    ),
+    MetricSpec(
+        "dcpd_cut_age_seconds", "gauge", "seconds", (),
+        "Time since this node's newest consistent cut, while consumers follow cuts; 0: none does.",
+        "above a second: cuts stand still, and with them those consumers. `dcpctl cluster status`"
+        " says why",
+        one(lambda of: cut_age_s(of.hub, time.time_ns())),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),

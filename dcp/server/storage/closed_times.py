@@ -11,7 +11,6 @@ start begins above it, also if the clock was set back while the node was down.
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +24,9 @@ from vbucket.engine.engine import Engine
 
 CLOSED_FILE: Final = "closed.json"
 AHEAD_NS: Final = 1_500_000_000
-_LEFT_NS: Final = 1_000_000_000
+LEFT_NS: Final = 1_000_000_000
 """How far a reservation goes: a node that is back before that gets times so far ahead of the clock.
-It is renewed when _LEFT_NS are left, twice as much as a cut of a cluster may be ahead."""
+It is renewed when LEFT_NS are left, twice as much as a cut of a cluster may be ahead."""
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,12 +55,11 @@ class ClosedTimes:
                 reason=str(error),
             )  # fmt: skip
 
-    def reserve(self) -> None:
-        """Reserve more time if that is due."""
-        now_ns = max(time.time_ns(), self._engine.first_open_ns)
-        if not self._is_writing and now_ns + _LEFT_NS >= self._engine.closed_max:
+    def reserve(self, next_ns: int) -> None:
+        """Reserve more time if that is due. `next_ns`: what is closed next."""
+        if not self._is_writing and next_ns + LEFT_NS >= self._engine.closed_max:
             self._is_writing = True
-            self._tasks.begin(self._write(now_ns + AHEAD_NS))
+            self._tasks.begin(self._write(next_ns + AHEAD_NS))
 
     async def _write(self, closed_max: int) -> None:
         data = msgspec.json.encode(_Kept(str(closed_max))) + b"\n"

@@ -200,7 +200,7 @@ class Compaction:
                 step = self._as_master_says(planned)
                 if step is None:
                     continue
-                for stream in self._floors.raise_(step, now_ns, is_repeated=is_repeated):
+                for stream in self._floors.advance(step, now_ns, is_repeated=is_repeated):
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
             if self._engine.keyspace.has_pending:

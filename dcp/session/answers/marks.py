@@ -29,6 +29,8 @@ from vbucket.model.entry import seqno_of, vb_id_of
 
 TEXT_COMMAND: Final = -1
 """Stands for the opcode of a command of the text protocol."""
+RUN: Final = -2
+"""Stands for the opcodes of a run of changes: their answers have them."""
 NO_PARTITION: Final = -1
 """Stands for the partition of a wait for this node's log alone."""
 MARK_BYTES: Final = 400
@@ -93,7 +95,6 @@ class Mark:
         entries: int,
         *,
         is_read: bool,
-        is_run: bool = False,
         observed: Sequence[Wait] = (),
         durability: Durability | None = None,
         undo: Callable[[], None] | None = None,
@@ -108,7 +109,7 @@ class Mark:
         """Which entries of the open group the request applied."""
         self.is_read = is_read
         """Whether nothing was applied that the client asked for."""
-        self.is_run = is_run
+        self.is_run = opcode == RUN
         """Whether each answer tells of one entry, in the same order."""
         self.observed = observed
         """What else the answer tells of."""

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.log.disk_folder import Disk
+from vbucket.log.disk_folder import FolderDisk
 
 FORMAT_VERSION: Final = 1
 STORE_ID_BYTES: Final = 16
@@ -73,7 +73,7 @@ class FileContent(NamedTuple):
 class StoreFile:
     """An open file; see the module. Made by `create_file` or `open_file`."""
 
-    def __init__(self, disk: Disk, generation: int, store_id: bytes, end: int) -> None:
+    def __init__(self, disk: FolderDisk, generation: int, store_id: bytes, end: int) -> None:
         self.generation = generation
         self.store_id: Final = store_id
         self.end = end
@@ -184,7 +184,7 @@ class StoreFile:
             self._disk.write(self._fd, _mark(self.end), _MARKS_AT[self._slot])
 
 
-def create_file(disk: Disk, store_id: bytes, snapshot: bytes) -> StoreFile:
+def create_file(disk: FolderDisk, store_id: bytes, snapshot: bytes) -> StoreFile:
     """Make the first file of a new store.
 
     Raises:
@@ -202,7 +202,7 @@ def create_file(disk: Disk, store_id: bytes, snapshot: bytes) -> StoreFile:
     return _opened(disk, 1, store_id, end, snapshot)
 
 
-def open_file(disk: Disk) -> tuple[StoreFile, FileContent] | None:
+def open_file(disk: FolderDisk) -> tuple[StoreFile, FileContent] | None:
     """Open the newest file, or return None if there is none.
 
     Raises:
@@ -228,13 +228,15 @@ def open_file(disk: Disk) -> tuple[StoreFile, FileContent] | None:
     return file, FileContent(contents[0], contents[1:], len(data) - end)
 
 
-def _opened(disk: Disk, generation: int, store_id: bytes, end: int, snapshot: bytes) -> StoreFile:
+def _opened(
+    disk: FolderDisk, generation: int, store_id: bytes, end: int, snapshot: bytes
+) -> StoreFile:
     file = StoreFile(disk, generation, store_id, end)
     file.snapshot_bytes = len(snapshot)
     return file
 
 
-def _generations(disk: Disk) -> list[int]:
+def _generations(disk: FolderDisk) -> list[int]:
     found = (_NAME.fullmatch(name) for name in disk.names())
     return sorted(int(match[1]) for match in found if match is not None)
 
@@ -243,7 +245,7 @@ def _name(generation: int) -> str:
     return f"meta-{generation:06}"
 
 
-def _write_new(disk: Disk, store_id: bytes, snapshot: bytes) -> int:
+def _write_new(disk: FolderDisk, store_id: bytes, snapshot: bytes) -> int:
     """Write and sync a whole file under its temporary name; return its size."""
     head = _HEAD.pack(_TITLE, FORMAT_VERSION, store_id, 0)[:-4]
     head += struct.pack(">I", google_crc32c.value(head))
@@ -262,7 +264,7 @@ def _write_new(disk: Disk, store_id: bytes, snapshot: bytes) -> int:
     return end
 
 
-def _write_all(disk: Disk, fd: int, data: bytes, at: int) -> None:
+def _write_all(disk: FolderDisk, fd: int, data: bytes, at: int) -> None:
     view = memoryview(data)
     while view:
         taken = disk.write(fd, view, at)

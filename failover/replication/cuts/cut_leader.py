@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Final
 
-from failover.rules.cut import DRAW_NS_MAX, Ask, median
+from failover.rules.cut import DRAW_NS_MAX, Ask, first_open_of_all, median
 
 _LEFT_OUT_NS: Final = 200_000_000
 _LEFT_OUT_NS_MAX: Final = 5_000_000_000
@@ -68,8 +68,9 @@ class CutLeader:
         self._peers = {each: self._peers.get(each) or _Peer() for each in reached}
         known = [peer for peer in self._peers.values() if peer.offset_ns is not None]
         agreed_ns = clock_ns + median(peer.offset_ns or 0 for peer in known)
-        later = first_open + median(peer.first_open - first_open for peer in known)
-        time = max(agreed_ns, later) | 0xFFFF
+        closed = [(clock_ns, first_open)]
+        closed += [(clock_ns + (peer.offset_ns or 0), peer.first_open) for peer in known]
+        time = max(agreed_ns, first_open_of_all(closed, agreed_ns)) | 0xFFFF
         self.ask = Ask(self._member, self._round, time, agreed_ns)
         self._drawn = set()
         self._asked = {

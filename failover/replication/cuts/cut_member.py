@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Final
 
 from dcp.stream.hub import StreamHub
+from dcp.stream.pending_cut import begin_cut, cut_age_s
 from failover.replication.commit import HighWatermarks
-from failover.rules.cut import HOLD_NS_MAX, Ask, is_covered, why_not_drawn
+from failover.rules.cut import HOLD_NS_MAX, Ask, clock_fault, is_covered, why_not_drawn
 from vbucket.engine.cut import UNCOVERED, Cut, close_time
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -48,6 +49,10 @@ class CutMember:
             )
         self.why_not = ""
         """Why it did not draw the last cut that it was asked for; "": it did."""
+        self.clock_fault = ""
+        """How its clock was off at that time; "": it was not."""
+        self.asked_time = 0
+        """The time that it was to close last, and may close if its disk knows a later one."""
         self.led_by = ""
         """The leader with the lowest id of late."""
         self._led_ns: int | None = None
@@ -62,12 +67,14 @@ class CutMember:
         why = self.why_never
         if not why and not self._hub.cutting:
             why = "nobody follows cuts here"
-        if not why and ask.time > self._engine.closed_max:
-            why = "its disk does not say yet that so late a time may be closed"
-        why = why or why_not_drawn(
-            ask, self._held, first_open=self._engine.first_open_ns, own_clock_ns=clock_ns,
-            is_led_by=self.led_by,
+        self.clock_fault = clock_fault(ask, clock_ns)
+        why = why or self.clock_fault or why_not_drawn(
+            ask, self._held, first_open=self._engine.first_open_ns, is_led_by=self.led_by
         )  # fmt: skip
+        if not why:
+            self.asked_time = ask.time
+            if ask.time > self._engine.closed_max:
+                why = "its disk does not say yet that so late a time may be closed"
         self.why_not = why
         if not self.led_by or ask.leader <= self.led_by:
             self.led_by, self._led_ns = ask.leader, None
@@ -93,11 +100,13 @@ class CutMember:
                 self._engine.partitions, self._drawn, self._seqnos, strict=True
             )
         ]
-        cut = Cut(time, seqnos, round_)
-        for follower in self._hub.cutting:
-            follower.begin_cut(cut)
+        begin_cut(self._hub, Cut(time, seqnos, round_))
         self._release()
         return True
+
+    def age_s(self, now_ns: int) -> float:
+        """Return the age of this node's newest cut; 0: nobody follows cuts here."""
+        return cut_age_s(self._hub, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: drop a cut whose leader says no more, forget a leader of long ago."""

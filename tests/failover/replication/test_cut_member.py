@@ -29,7 +29,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> tuple[Copies, CutMember, list[Cut]
     monkeypatch.setattr(follower, "begin_cut", told.append)
     cuts._hub.cutting[follower] = None
     ask = Ask("m1", 7, T, 40 * S)
+    assert "its clock is" in cuts.draw(ask._replace(time=T * 2), 41 * S)
+    assert cuts.asked_time == 0, "a node whose clock is off reserves nothing"
     assert "disk does not say" in cuts.draw(ask, 40 * S)
+    assert cuts.asked_time == T
     cuts._engine.closed_max = 1 << 62
     assert cuts.draw(ask, 40 * S) == ""
     put(copies, 1)
@@ -96,3 +99,15 @@ def test_a_leader_asks_again_who_has_answered() -> None:
     assert "m3" in leader.begin(["m2", "m3"], 3 + DRAW_NS_MAX, 40 * S, 0)[1]
     leader.lost("m3")
     assert leader.finish() == []
+
+
+def test_all_go_on_from_what_a_right_clock_has_closed() -> None:
+    """Most clocks were ahead, and are right again. Whose clock is still ahead does not count."""
+    leader = CutLeader("m1", 7)
+    leader.begin(["m2", "m3"], 0, 40 * S, 0)
+    leader.probes(0)
+    answer(leader, "m2", 1, first_open=900 * S)
+    answer(leader, "m3", 1, offset_ns=9 * S, first_open=990 * S)
+    leader.finish()
+    ask, _ = leader.begin(["m2", "m3"], 2, 40 * S, 0)
+    assert (ask.clock_ns, ask.time) == (40 * S, 900 * S | 0xFFFF)

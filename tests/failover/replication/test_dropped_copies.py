@@ -11,7 +11,6 @@ import pytest
 from failover.coordinator.records import ClusterRecord, encode_record
 from failover.metadata.metastore import Put, Txn
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.receipt import CutOff
 from failover.replication.replica import REST_NS, ROOM_NS, DroppedCopies
 from failover.rules.promotion import kept_elsewhere_seqno
 from failover.rules.replication_record import (
@@ -25,6 +24,7 @@ from failover.rules.replication_record import (
 from support.core_cluster import KEYS as STORE_KEYS
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
+from vbucket.model.receipt import CutOff
 
 LONG = 700 * MS
 

@@ -13,7 +13,6 @@ from dcp.wire.status import Status
 from failover.coordinator.effects import Notice
 from failover.coordinator.record_writer import COMPARES_MAX
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.receipt import ElectionLoss
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import (
     add_copy,
@@ -24,6 +23,7 @@ from failover.rules.replication_record import (
 )
 from support.core_cluster import MS, VB, CoreCluster, CoreNode, vacated
 from vbucket.engine.partition import VbState
+from vbucket.model.receipt import ElectionLoss
 
 UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS

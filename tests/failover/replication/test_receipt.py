@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.cli.dcpctl import run
-from failover.replication.receipt import (
+from vbucket.model.datatype import SNAPPY
+from vbucket.model.entry import pack_deletion, pack_mutation, pack_system_event
+from vbucket.model.manifest import ManifestEvent, SystemEventKind, encode_leb128
+from vbucket.model.receipt import (
     RECEIPT_KEYS_MAX,
     CutOff,
     DiscardDamagedError,
@@ -23,9 +26,6 @@ from failover.replication.receipt import (
     pack_cut_off,
     unpack_cut_off,
 )
-from vbucket.model.datatype import SNAPPY
-from vbucket.model.entry import pack_deletion, pack_mutation, pack_system_event
-from vbucket.model.manifest import ManifestEvent, SystemEventKind, encode_leb128
 
 UUID = 2**63 + 5
 VERSIONS = ((UUID, 7), (3, 0))

@@ -7,7 +7,6 @@ from itertools import pairwise
 from failover.coordinator.effects import Notice
 from failover.replication.link import RETRY_NS, LinkState
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.receipt import CutOff
 from failover.replication.replica import BARRED_REDIAL_NS_MAX, REDIAL_NS, Discards
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, shrink, unclean_elect
@@ -16,6 +15,7 @@ from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import VbState
 from vbucket.model.entry import key_of, seqno_of
+from vbucket.model.receipt import CutOff
 from vbucket.store.records import BY_SEQNO_TABLE
 
 UNHEARD_NS = ReplicationSettings().unheard_ns

@@ -7,27 +7,30 @@ from typing import NamedTuple
 
 import pytest
 
-from failover.rules.cut import CLOCK_OFF_NS_MAX, Ask, is_covered, median, why_not_drawn
+from failover.rules.cut import CLOCK_OFF_NS_MAX, Ask, clock_fault, is_covered, median, why_not_drawn
 
 S = 1_000_000_000
 ASK = Ask("m2", 7, 500, 40 * S)
 
 
 def why(**given: object) -> str:
-    facts = {"first_open": 400, "own_clock_ns": 40 * S, "is_led_by": "", "held": None, **given}
+    facts = {"first_open": 400, "is_led_by": "", "held": None, **given}
     held = facts.pop("held")
     return why_not_drawn(ASK, held, **facts)  # type: ignore[arg-type]
 
 
 def test_a_member_draws_what_nothing_speaks_against() -> None:
     assert why() == ""
-    assert why(own_clock_ns=40 * S - CLOCK_OFF_NS_MAX) == ""
-    assert "1.5 s behind" in why(own_clock_ns=38_500_000_000)
-    assert "3.0 s ahead" in why(own_clock_ns=43 * S)
     assert "m1 leads" in why(is_led_by="m1")
     assert why(is_led_by="m3") == why(is_led_by="m2") == ""
     assert "not complete" in why(held=ASK)
     assert "later time" in why(first_open=501)
+
+
+def test_a_member_whose_clock_is_off_draws_no_cut() -> None:
+    assert clock_fault(ASK, 40 * S - CLOCK_OFF_NS_MAX) == ""
+    assert "1.5 s behind" in clock_fault(ASK, 38_500_000_000)
+    assert "3.0 s ahead" in clock_fault(ASK, 43 * S)
 
 
 def test_clock_of_most_members_is_none_that_is_off() -> None:

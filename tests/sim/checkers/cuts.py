@@ -1,6 +1,6 @@
 """Consistent cuts: one state of the whole store, as docs/consistent-cuts.md has the rule. Pure.
 
-It holds for the partitions of one node, and says nothing of how cuts are drawn.
+It holds for the partitions of one node and of a cluster, and says nothing of how cuts are drawn.
 """
 
 from __future__ import annotations
@@ -8,29 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sim.checkers.falling import CAS_FROM_ELSEWHERE
-from sim.facts import AfterCut, Batch, CutHeld, Facts, Kind, Operation, Outcome
+from sim.facts import AfterCut, Batch, CutHeld, Facts, Kind, Mastership, Operation, Outcome
 from sim.ledger import Ledger, Log, end_of
 from sim.world import MS
 
 
-def broken(facts: Facts, *, has_one_clock: bool) -> list[str]:
-    """`has_one_clock`: no clock was set back, so closed times rise, and CAS with them."""
-    problems = [] if not has_one_clock else [*_late(facts.after_cuts), *_falling(facts.cuts)]
+def broken(facts: Facts) -> list[str]:
+    """Return what was wrong with cuts, or came after one."""
+    problems = [*_late(facts.after_cuts, facts.masterships), *_falling(facts.cuts)]
     answered = [
         each for each in facts.operations if each.outcome is Outcome.OK and each.seqno
         and each.kind is not Kind.OBSERVE
     ]  # fmt: skip
     for cut in facts.cuts:
-        problems += _split(cut, answered)
-        problems += _divided(cut, facts.batches)
+        problems += _split(cut, answered, facts.ledger)
+        problems += _divided(cut, facts.batches, facts.ledger)
         problems += _unlike(cut, facts.ledger)
     return problems
 
 
-def _late(after: Iterable[AfterCut]) -> Iterator[str]:
-    """What a node changes after a cut has a CAS above its time. Not what it gets with one."""
+def _late(after: Iterable[AfterCut], masterships: Iterable[Mastership]) -> Iterator[str]:
+    """What a node changes after a cut has a CAS above its time. Not what it gets with one. And not
+    where another node may have made the change: it need not have taken part in the cut.
+    """
+    masters: dict[int, set[str]] = {}
+    for mastership in masterships:
+        masters.setdefault(mastership.vb_id, set()).add(mastership.node)
     for each in after:
-        if each.key[:1] != CAS_FROM_ELSEWHERE:
+        is_of_one = len(masters.get(each.vb_id, ())) < 2
+        if is_of_one and each.key[:1] != CAS_FROM_ELSEWHERE:
             yield (
                 f"{each.consumer} held the cut {each.time:x}, and then received seqno {each.seqno}"
                 f" of vb {each.vb_id}, {each.key!r}, with CAS {each.cas:x},"
@@ -47,12 +53,12 @@ def _falling(cuts: Iterable[CutHeld]) -> Iterator[str]:
         newest[cut.connection] = cut.time
 
 
-def _split(cut: CutHeld, answered: Sequence[Operation]) -> Iterator[str]:
+def _split(cut: CutHeld, answered: Sequence[Operation], ledger: Ledger) -> Iterator[str]:
     """What was answered before something in the cut began is in it."""
     missing: list[Operation] = []
     newest: Operation | None = None
     for operation in answered:
-        is_in = has(cut.positions, operation)
+        is_in = has(cut.positions, operation, ledger)
         if is_in and (newest is None or operation.invoked_ns > newest.invoked_ns):
             newest = operation
         elif is_in is False:
@@ -63,11 +69,11 @@ def _split(cut: CutHeld, answered: Sequence[Operation]) -> Iterator[str]:
             return
 
 
-def _divided(cut: CutHeld, batches: Iterable[Batch]) -> Iterator[str]:
+def _divided(cut: CutHeld, batches: Iterable[Batch], ledger: Ledger) -> Iterator[str]:
     """A batch is in a cut with all of its changes, or with none."""
     for batch in batches:
         if batch.outcome is Outcome.OK:
-            found = {has(cut.positions, operation) for operation in batch.operations}
+            found = {has(cut.positions, operation, ledger) for operation in batch.operations}
             if {True, False} <= found:
                 yield f"{_named(cut)} has a part of the batch {batch.name}"
 
@@ -86,17 +92,22 @@ def _unlike(cut: CutHeld, ledger: Ledger) -> Iterator[str]:
                 return
 
 
-def has(positions: Mapping[int, tuple[Log, int]], operation: Operation) -> bool | None:
+def has(
+    positions: Mapping[int, tuple[Log, int]], operation: Operation, ledger: Ledger
+) -> bool | None:
     """Whether positions have a change; None: it was undone, or they do not say."""
     if operation.vb_id not in positions:
         return None
     log, seqno = positions[operation.vb_id]
     end = end_of(log, operation.vb_uuid, seqno)
-    if end is None:
-        return None
-    if operation.seqno <= end:
-        return True
-    return False if operation.vb_uuid == log[0][0] else None
+    if end is not None:
+        if operation.seqno <= end:
+            return True
+        return False if operation.vb_uuid == log[0][0] else None
+    # A later master made it, in a history that goes on from these positions.
+    later = ledger.log_of(operation.vb_id, operation.vb_uuid)
+    last = end_of(later, log[0][0], operation.seqno)
+    return False if last is not None and seqno <= last else None
 
 
 def _named(cut: CutHeld) -> str:

@@ -178,18 +178,14 @@ def rollbacks(rolled_back: Iterable[RolledBack], excuses: Sequence[Excuse]) -> l
 
 
 def not_rolled_back(
-    streamed: Iterable[Streamed],
-    rolled_back: Iterable[RolledBack],
-    begun: Iterable[Begun],
-    final: Iterable[History],
+    followed: Iterable[Streamed | RolledBack | Begun], final: Iterable[History]
 ) -> list[str]:
     """A consumer that holds what was cut off is rolled back before it receives anything else."""
     by_vb = {history.vb_id: history for history in final}
-    events = sorted([*streamed, *rolled_back, *begun], key=lambda event: event.at_ns)
     held: dict[tuple[str, int], Streamed] = {}
     """The last that each consumer received of a partition, as long as it has that."""
     problems = []
-    for event in events:
+    for event in followed:
         if isinstance(event, Begun):
             held = {key: value for key, value in held.items() if key[0] != event.consumer}
             continue

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from failover.replication.receipt import CutOff
 from sim.checkers.histories import is_excused_by, missing
 from sim.facts import CutOffFact, Excuse, History, LostFact, LostFolder, Operation, Outcome, cas_of
 from vbucket.model.entry import META, key_of, seqno_of
 from vbucket.model.manifest import decode_leb128
+from vbucket.model.receipt import CutOff
 
 UNCLEAN = frozenset({"unclean"})
 OTHERS = frozenset({"branch", "lost folder", "failover"})

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from dcp.wire.hash_reads import KeyVersion, SentDocument
 from sim.facts import HashesRead, Repair, Scanned
-from sim.ledger import Change, Ledger, Span, advance
+from sim.ledger import Change, Ledger, Span, advance, end_of
 from sim.world import MS
 from vbucket.native.key_hashes import hash_of_document, hash_of_key
 
@@ -86,8 +86,9 @@ def hashes(
         spans = [
             span
             for span in ledger.spans(answer.vb_id, answer.began_ns, answer.ended_ns)
-            if span.log[0][0] == answer.vb_uuid
-            and span.first_seqno <= answer.seqno <= span.last_seqno
+            if span.first_seqno <= answer.seqno
+            # A former master may answer as of the end of its version: the next begins there.
+            and answer.seqno <= (end_of(span.log, answer.vb_uuid, span.last_seqno) or 0)
         ]
         if not spans:
             problems.append(

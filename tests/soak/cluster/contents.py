@@ -17,7 +17,6 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from tests.soak.cluster.load import Load
 from tests.soak.cluster.nodes import FaultyCluster
-from vbucket.model.ids import vbucket_of
 
 SHOWN: Final = 5
 """Differences of a kind in a message."""
@@ -88,7 +87,7 @@ async def _copies(
     try:
         while left:
             for first in range(0, len(left), ASKED_AT_ONCE):
-                held.update(await _asked(link, left[first : first + ASKED_AT_ONCE]))
+                held.update(await _asked(cluster, link, left[first : first + ASKED_AT_ONCE]))
             left = [key for key in left if held.get(key) != stored[key]]
             if time.monotonic() > give_up_s:
                 break
@@ -99,10 +98,10 @@ async def _copies(
     return held
 
 
-async def _asked(link: Link, keys: list[bytes]) -> dict[bytes, bytes]:
+async def _asked(cluster: FaultyCluster, link: Link, keys: list[bytes]) -> dict[bytes, bytes]:
     requests = [
         link.request(
-            opcode, vb_id=vbucket_of(key), key=b"\0" + key if link.has_collections else key
+            opcode, vb_id=cluster.vb_of(key), key=b"\0" + key if link.has_collections else key
         )
         for key in keys
         for opcode in (Opcode.GET, Opcode.GET_REPLICA)

@@ -28,7 +28,7 @@ from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from tests.soak.cluster.history import Kind, Operation, Value
-from vbucket.model.ids import vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 WRITERS: Final = 6
 COUNTERS: Final = 3
@@ -218,9 +218,13 @@ class Load:
                 raise LoadError(f"INCREMENT was answered with {frame}")
             await asyncio.sleep(REST_S)
 
+    def _vb_of(self, key: bytes) -> int:
+        topology = self._kv.topology
+        return vbucket_of(key, NUM_VBUCKETS if topology is None else topology.num_vbuckets)
+
     async def _increment(self, key: bytes) -> Frame | None:
         """Return the answer, None if none came. Raises LookupError if nothing was sent."""
-        topology, vb_id = self._kv.topology, vbucket_of(key)
+        topology, vb_id = self._kv.topology, self._vb_of(key)
         place = None if topology is None else topology.place_of(vb_id)
         if place is None:
             raise LookupError(key)
@@ -278,7 +282,7 @@ class Load:
         called_ns = time.monotonic_ns()
         try:
             frame = await link.request(
-                Opcode.GET, vb_id=vbucket_of(key), key=_with_prefix(link, key)
+                Opcode.GET, vb_id=self._vb_of(key), key=_with_prefix(link, key)
             )
         except DcpdError:
             return

@@ -25,6 +25,7 @@ from support.waiting import until
 from tests.soak.cluster.links import ADVERTISED, BEHIND, free_port
 from tests.soak.cluster.members import Members
 from tests.soak.cluster.network import Network
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 NAMES: Final = ("a", "b", "c")
 COPIES: Final = 3
@@ -46,13 +47,21 @@ class NodeError(Exception):
 class FaultyCluster(Members[DcpdProcess]):
     """See the module. A context manager."""
 
-    def __init__(self, folder: Path, disks: dict[str, Path], members: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        disks: dict[str, Path],
+        members: int = 3,
+        *,
+        partitions: int = NUM_VBUCKETS,
+    ) -> None:
         super().__init__()
         self.folder = folder
         self.disks = disks
         """Node -> the disk that its data folder is on, if it has one of its own."""
         self.network = Network()
         self.etcd: EtcdMembers | None = None
+        self.partitions = partitions
         self._members = members
         self._added = 0
         """Nodes that were added instead of lost ones."""
@@ -90,7 +99,7 @@ class FaultyCluster(Members[DcpdProcess]):
     def add(self, name: str) -> None:
         """Start one more node, with an empty folder: the first of a cluster, or a new member."""
         url = self._meta_url(name)
-        arguments = ["--node-name", name, *TIMERS]
+        arguments = ["--node-name", name, "--partitions", str(self.partitions), *TIMERS]
         if self._token:
             token = ClusterToken.from_text(self._token)
             path = self.folder / f"{name}.token"
@@ -104,7 +113,7 @@ class FaultyCluster(Members[DcpdProcess]):
             self._token = node.ask(
                 "POST", "/api/v1/cluster/init", {"copies": COPIES, "meta": url, "name": name}
             )["token"]
-            until(lambda: self.status(name).get("served_here") == 1024)
+            until(lambda: self.status(name).get("served_here") == self.partitions)
             self.change("set", masters_return_s=MASTERS_RETURN_S)
 
     # -- how they are reached; `tests.soak.cluster.packets` does it in another way --------------
@@ -132,6 +141,10 @@ class FaultyCluster(Members[DcpdProcess]):
         return node
 
     # -- nodes -------------------------------------------------------------------------------------
+
+    def vb_of(self, key: bytes) -> int:
+        """Return the partition of a key."""
+        return vbucket_of(key, self.partitions)
 
     def address(self, name: str) -> str:
         """Return where clients reach a node: through the network."""

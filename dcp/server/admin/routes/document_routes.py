@@ -10,6 +10,11 @@
 
 A collection is "scope.name"; without one it is the default. A key that is no text is given as
 base64, with key_encoding=base64.
+
+    GET    /api/v1/vbuckets/{vb}/documents    ?at=SEQNO, or what is committed now
+
+This one is for programs: JSON lines (`dcp.server.operate.partition_dump`). The headers dcpd-seqno
+and dcpd-vb-uuid name the state. It needs the role read, for everything.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from dcp.server.admin.answers import (
     number_in,
     read_body,
     unix_time,
+    vb_of,
 )
 from dcp.server.admin.bodies import DeleteDocument, PutDocument
 from dcp.server.operate.document_desk import (
@@ -41,8 +47,10 @@ from dcp.server.operate.document_desk import (
     History,
     KeyList,
 )
+from dcp.server.operate.partition_dump import Dumps
 from dcp.server.operate.reports import ENCODINGS
 from dcp.session.access.rights import Role
+from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine.read_view import ViewRefusedError
 from vbucket.model.ids import SEQNO_MAX
@@ -52,6 +60,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+LINES_TYPE: Final = "application/x-ndjson"
 CAS_MAX: Final = 2**64 - 1
 _COLLECTION: Final = QueryField(
     "collection", "scope.collection; without it the default collection."
@@ -103,6 +112,45 @@ def routes(documents: Documents) -> list[RouteSpec]:
             "DELETE", path, api.remove, role=Role.WRITE, body=DeleteDocument, answer=Changed,
             summary="Delete a document.",
         ),
+    ]  # fmt: skip
+
+
+def dump_routes(dumps: Dumps) -> list[RouteSpec]:
+    """Return the routes of a partition's documents as of a seqno."""
+
+    async def documents(request: Request) -> Response:
+        from starlette.responses import StreamingResponse
+
+        vb_id = vb_of(request)
+        at = request.query_params.get("at")
+        at_seqno = None if at is None else _number(at, SEQNO_MAX, "at")
+        denial = request.state.rights.denial(Opcode.GET, None, b"")
+        if denial is not None:
+            raise AdminError(
+                HTTPStatus.FORBIDDEN,
+                f"user {request.state.user!r} may not read every document",
+                why=denial.why,
+                try_this="use range scans over what the user may read",
+            )
+        try:
+            view = await dumps.open(vb_id, at_seqno)
+        except ViewRefusedError as error:
+            raise AdminError(
+                HTTPStatus.CONFLICT,
+                f"partition {vb_id} cannot be dumped",
+                why=str(error),
+                try_this="dcpctl seqnos shows how far each partition is",
+            ) from error
+        headers = {"dcpd-seqno": str(view.seqno), "dcpd-vb-uuid": str(view.vb_uuid)}
+        return StreamingResponse(dumps.lines(view), media_type=LINES_TYPE, headers=headers)
+
+    return [
+        RouteSpec(
+            "GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ, is_long=True,
+            media_type=LINES_TYPE,
+            summary="List a partition's documents as of a seqno, one JSON object in each line.",
+            query=(QueryField("at", "The seqno; without it: what is committed now.", "integer"),),
+        )
     ]  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from dcp.server.cluster.member_link import (
     NodeLogin,
     refusal_of,
 )
+from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import host_and_port, tls_address_of
 from dcp.server.cluster.version_request import VersionsRequest
 from dcp.server.observe.housekeeping import Tasks
@@ -57,7 +58,6 @@ from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_reques
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.records import MemberRecord
-from failover.metadata.keyring import Keyring
 
 TRIES_MAX: Final = 16
 """Nodes that one member dials back at a time."""
@@ -201,10 +201,8 @@ def _unreachable(where: str, why: str) -> Fault:
 class LinkTries:
     """The side of a member."""
 
-    def __init__(self, name: str, keyring: Keyring, tls: LinkTls | None, tasks: Tasks) -> None:
-        """`name`: this node's."""
-        self._name = name
-        self._keyring = keyring
+    def __init__(self, access: MetaAccess, tls: LinkTls | None, tasks: Tasks) -> None:
+        self._access = access
         self._tls = tls
         self._tasks = tasks
         self._under_way = 0
@@ -222,7 +220,7 @@ class LinkTries:
         claimed = node_user(request.name)
         if not is_node_user(claimed):
             return AuthStep(Status.EINVAL, claimed=CLUSTER_USER, why="no name of a node")
-        proofs = [request.proof_with(secret) for secret in self._keyring.secrets]
+        proofs = [request.proof_with(secret) for secret in self._access.keyring.secrets]
         if not any(hmac.compare_digest(request.proof, proof) for proof in proofs):
             return AuthStep(Status.AUTH_ERROR, claimed=claimed, why=WRONG_SECRET)
         host = request.address.rpartition(":")[0].strip("[]")
@@ -244,14 +242,13 @@ class LinkTries:
         tell(AuthStep(Status.OK, data, claimed=node_user(request.name)))
 
     async def _answer(self, request: LinkRequest) -> LinkAnswer:
-        tls, secret = self._tls, self._keyring.in_use
+        tls = self._tls
         address = request.address if tls is None else request.tls_address
         where = f"node {request.name}"
         if not address:
             return _answer_of(_without_tls(where))
-        uses_certificate = tls is not None and tls.shows_certificate
-        login = NodeLogin(secret, self._name, uses_certificate=uses_certificate)
-        return _answer_of(await fault_of(address, f"{where} at {address}", login, tls, LOGIN_S))
+        where = f"{where} at {address}"
+        return _answer_of(await fault_of(address, where, self._access.login(tls), tls, LOGIN_S))
 
 
 def _answer_of(fault: Fault | None) -> LinkAnswer:

@@ -7,10 +7,11 @@ master. Nothing is asked and nothing is changed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.operators.cluster_changes import plan_progress
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
 
+CUT_AGE_S_MAX: Final = 5.0
+"""A node that was left out of cuts because it answered late is asked again after 5 s at most."""
+
+
 class _Problem(NamedTuple):
     what: str
     try_this: str
@@ -61,6 +66,9 @@ class OwnTroubles(NamedTuple):
     """Unix time since which this node knows that the store is older; 0: it does not."""
     is_store_emptied: bool = False
     """Whether the store has no records of the cluster, although this node has seen some."""
+    cut_age_s: float = 0.0
+    """Since when consumers that follow cuts have waited for this node's next one."""
+    why_no_cut: str = ""
 
 
 def problems_of(
@@ -82,6 +90,13 @@ def _own_problems(own: OwnTroubles) -> Iterator[_Problem]:
         yield _Problem(*trouble)
     for what in own.clocks:
         yield _Problem(what, CLOCK_ADVICE)
+    if own.cut_age_s >= CUT_AGE_S_MAX:
+        yield _Problem(
+            f"consumers that follow cuts wait for this node: it has closed no time for "
+            f"{own.cut_age_s:.0f} s. {own.why_no_cut or 'Nobody has asked it to draw a cut'}",
+            "Its clock has to be right to half a second, its disk to take closed.json, and the "
+            "node that leads the cuts (the lowest member id) has to reach it",
+        )
     if own.why_idle:
         yield _Problem(
             f"this node takes no part in the cluster, because it cannot write: {own.why_idle}",
@@ -230,6 +245,8 @@ def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
         replicated.clock_problems(),
         older_since_s=replicated.older_store.since_s,
         is_store_emptied=replicated.is_store_emptied,
+        cut_age_s=replicated.core.master.cuts.age_s(time.time_ns()),
+        why_no_cut=replicated.core.master.cuts.why_not,
     )  # fmt: skip
 
 

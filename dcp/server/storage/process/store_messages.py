@@ -4,7 +4,7 @@
       REQUEST        then CBOR: {"id", "op": one of store_process.OPERATIONS, ...}
       PACKET         then a packet of a restore, which a later request names by its number
       FORGET         no request will name this packet
-      HURRY          this request rests no more (dcp.server.storage.rests)
+      HURRY          this request rests no more (dcp.server.storage.process.rests)
     to the server    u32 length, then CBOR
       reply          {"id", "result"} or {"id", "error": name of the exception, "text"}
       beat           {"beat"}, every BEAT_S while a request is handled: the child is alive
@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Final
 
 import cbor2
 
-from dcp.server.storage.rests import Rests
+from dcp.server.storage.process.rests import Rests
 
 MESSAGE_BYTES_MAX: Final = 16 << 20
 BEAT_S: Final = 1.0

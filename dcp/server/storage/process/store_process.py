@@ -36,6 +36,7 @@ import cbor2
 
 from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from dcp.server.storage.process.rests import Rests
 from dcp.server.storage.process.scrub_work import ScrubReport, ScrubWork
 from dcp.server.storage.process.store_messages import (
     FORGET,
@@ -48,7 +49,6 @@ from dcp.server.storage.process.store_messages import (
     Replies,
     pack_request,
 )
-from dcp.server.storage.rests import Rests
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest, Packet, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.record import LogDamagedError
