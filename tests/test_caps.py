@@ -77,7 +77,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
-    "Spark: batches that end at cuts, tables as of a cut": Feature(1, 460),
+    "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

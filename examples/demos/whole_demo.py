@@ -1,5 +1,5 @@
 """A year of flights on three nodes: damages mend themselves, a mirror finds its differences, and
-two followers are compared at one cut while writes go on.
+followers are compared at one cut while writes go on.
 
     scripts/whole-demo                         # installs what it needs, then runs this
     PYTHONPATH=.:tests python examples/demos/whole_demo.py --rows 20000 --damages 20 --csv FILE
@@ -11,7 +11,8 @@ What happens, with real processes on loopback
    is mended, also from the other copies, without a command;
 4. a mirror (LMDB) whose checkpoint is deleted starts again, and gets only what differs;
 5. the mirror and a consumer stop at the same cut of the cluster, and are compared key by key;
-6. writes stop, and what was answered is compared with what the nodes hold.
+6. so are the mirror and the table of a Spark query, where PySpark and Java are there;
+7. writes stop, and what was answered is compared with what the nodes hold.
 
 The exit code is 0 only if nothing stays damaged and all are equal.
 """
@@ -26,9 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from cluster_audience import why_no_table
 from flight_data import DataError, packaged_csv, read_flights
 
 from benchmarks.differences import lose_place
@@ -176,6 +179,46 @@ async def at_one_cut(address: str, path: Path) -> Row:
     return Row("mirror", len(held), differences, f"equal to a consumer at cut {time_}")
 
 
+async def table_at_one_cut(address: str, path: Path, folder: Path) -> Row:
+    """Compare a mirror and the table of a Spark query, which both go on, at the same cut.
+
+    The mirror stands still until the table is ahead, then goes from cut to cut to where it was.
+    """
+    from spark_ingest import spark_session
+
+    from dcpd.spark import apply_changes, read_table, table_cuts
+
+    table = str(folder / "table")
+    spark = await asyncio.to_thread(spark_session)
+    source = spark.readStream.format("dcp").options(servers=address, consistent="true")
+
+    def go_on() -> int:
+        """Let the query read what there is, from its checkpoint; return the cut that it is at."""
+        query = (
+            source.load().writeStream.foreachBatch(
+                partial(apply_changes, path=table, consistent=True)
+            )
+            .option("checkpointLocation", str(folder / "checkpoint"))
+            .trigger(availableNow=True).start()
+        )  # fmt: skip
+        query.awaitTermination()
+        return table_cuts(table)[-1]
+
+    async with Mirror(address, path, cuts=True) as mirror:
+        wanted = reached = 0
+        while not reached or reached != wanted:
+            async with mirror.at_frontier() as reached:
+                while wanted < reached:
+                    wanted = await asyncio.to_thread(go_on)
+                if reached == wanted:
+                    held = dict(mirror.items())
+    rows = await asyncio.to_thread(read_table(spark, table, as_of=wanted).collect)
+    await asyncio.to_thread(spark.stop)
+    documents = {bytes(row["key"]): bytes(row["value"]) for row in rows}
+    differences = unlike(documents, held) + len(rows) - len(documents)
+    return Row("Spark table", len(rows), differences, f"equal to the mirror at cut {wanted}")
+
+
 def apply(documents: dict[bytes, bytes], changes: Iterable[Any]) -> None:
     """Apply what a consumer was told."""
     for change in changes:
@@ -215,6 +258,11 @@ async def play(cluster: DcpCluster, documents: Mapping[bytes, bytes], damages: i
             rows.append(await at_one_cut(address, path))
             rows[-1] = rows[-1]._replace(story=f"{rows[-1].story}; without checkpoint: {share}")
             say("mirror and consumer are compared at one cut, while writes go on")
+            if why := why_no_table():
+                say(f"no Spark table: {why}")
+            else:
+                rows.append(await table_at_one_cut(address, path, cluster.data))
+                say("mirror and Spark table are compared at one cut, while writes go on")
         stored: dict[bytes, bytes] = {}
         keys = sorted(writer.answered)
         for first in range(0, len(keys), BATCH):

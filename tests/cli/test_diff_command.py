@@ -94,6 +94,9 @@ def test_what_cannot_be_compared_is_trouble(servers, tmp_path, capsys):
 def test_an_argument_says_what_it_is(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     assert _kind_of(str(tmp_path)) == ("archive", str(tmp_path))
+    for name in ("changes", "current"):
+        (tmp_path / "table" / name).mkdir(parents=True)
+    assert _kind_of(str(tmp_path / "table")) == ("table", str(tmp_path / "table"))
     assert _kind_of(str(tmp_path / "file")) == ("mirror", str(tmp_path / "file"))
     assert _kind_of("s3:11210") == ("server", "s3:11210")
     assert _kind_of("archive:s3://bucket/folder") == ("archive", "s3://bucket/folder")

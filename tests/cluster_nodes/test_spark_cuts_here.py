@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
+import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import StructType
 from test_cuts_here import ACCOUNTS, BALANCE, check_sums, hand_over, move_money
 
+from clients.link.topology import ClusterNode
 from clients.spark.fetch import fetch
 from clients.spark.offset import CUT
 from clients.spark.options import parse_options
 from clients.spark.source import DcpStreamReader, ReadTask
+from clients.spark.survey import Survey
 from support.cluster_here import ClusterHere
 
 
@@ -36,8 +40,19 @@ def read(reader: DcpStreamReader, start: dict, end: dict, documents: dict[bytes,
     return all(are_exact)
 
 
-async def test_each_batch_is_one_state_of_three_nodes(tmp_path: Path) -> None:
-    """Money is moved between partitions of different nodes, the debit first, over a handover."""
+async def test_each_batch_is_one_state_of_three_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Money is moved between partitions of different nodes, the debit first, over a handover. The
+    driver asks one node long after the other.
+    """
+    ask = Survey._told
+
+    def ask_later(survey: Survey, node: ClusterNode) -> dict[int, list[int]]:
+        time.sleep(0.05)
+        return ask(survey, node)
+
+    monkeypatch.setattr(Survey, "_told", ask_later)
     async with ClusterHere(tmp_path) as cluster:
         await cluster.of_three()
         address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"

@@ -28,6 +28,8 @@ from pyspark.sql.types import (
 )
 from test_spark_sinks import table
 
+from clients.address import parse_address
+from clients.cli.dcpctl import run as dcpctl
 from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
 from clients.operation import vbucket_of
@@ -402,3 +404,29 @@ def test_a_query_in_spark_keeps_its_cuts(spark, server, tmp_path):
         apply_changes(rows, 0, path=path, keep_cuts=0)
     with pytest.raises(DcpdError, match="names no cut"):
         apply_changes(rows.where("op = 'set'"), 0, path=path, query=query.id, consistent=True)
+
+
+@SINKS
+def test_dcpctl_diff_compares_a_table(server, make, tmp_path, capsys):
+    query = Query(server.address, make(tmp_path / "table"))
+    at, path = parse_address(server.address).node, str(tmp_path / "table")
+    with SyncKv(server.address) as kv:
+        for number in range(50):
+            kv.set(b"k%d" % number, b"1")
+        query.batch()
+        query.reader.stop()
+        assert dcpctl(["diff", at, path]) == 0
+        kv.set(b"k1", b"2")
+        kv.delete(b"k2")
+        kv.set(b"new", b"1")
+    capsys.readouterr()
+    assert dcpctl(["diff", at, path, "-o", "json"]) == 1
+    *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {line["key"]: line["kind"] for line in lines} == {
+        "k1": "older on B", "k2": "missing on A", "new": "missing on B",
+    }  # fmt: skip
+    assert summary["differences"] == 3
+    assert dcpctl(["diff", at, path, "--collection", "shop.orders"]) == 2
+    assert "has no collection shop.orders" in capsys.readouterr().err
+    assert dcpctl(["diff", at, f"table:{tmp_path}/none"]) == 2
+    assert "there is no table at" in capsys.readouterr().err

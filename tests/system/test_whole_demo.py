@@ -38,6 +38,7 @@ def test_damages_differences_and_a_cut_end_with_0(tmp_path: Path) -> None:
     found = {row[1]: (int(row[2].replace(",", "")), row[3], row[4]) for row in rows if row}
     assert [(name, *figures[:2]) for name, figures in found.items()] == [
         ("nodes", ROWS, "0"), ("n2's store", DAMAGES, "0"), ("mirror", ROWS, "0"),
+        *([] if "no Spark table" in done.stderr else [("Spark table", ROWS, "0")]),
     ]  # fmt: skip
     mended = re.search(r"(\d+) damages mended", found["n2's store"][2])
     assert mended is not None

@@ -40,9 +40,10 @@ EXIT_TROUBLE: Final = EXIT_USAGE
     "diff",
     help=help_text(
         "Compare two copies of the same documents: servers (HOST:PORT or context:NAME), the LMDB"
-        " file of a mirror, or a backup archive (a folder, or archive:URL). Only what differs is"
-        " read. It needs the role stream. Exit codes as diff(1): 0 equal, 1 they differ, 2"
-        " trouble. Documents are equal if key, CAS and revision are.",
+        " file of a mirror, a backup archive (a folder, or archive:URL), or a Spark table of"
+        " apply_changes (a folder). Of servers only what differs is read. It needs the role stream."
+        " Exit codes as diff(1): 0 equal, 1 they differ, 2 trouble. Documents are equal if key, CAS"
+        " and revision are.",
         "dcpctl diff 127.0.0.1:11210 127.0.0.1:11220",
         "dcpctl diff context:main view.lmdb -o json",
         "dcpctl diff 127.0.0.1:11210 backups --collection shop.orders --limit 20",
@@ -149,18 +150,34 @@ async def _opened(target: Target, text: str) -> Copy:
         from clients.mirror.mirror_copy import MirrorCopy
 
         return MirrorCopy(rest)
+    if kind == "table":
+        return _table(rest)
     given = target.given._replace(server=None, context=None)
     given = given._replace(**{kind: rest})
     return await HashReader.open(address_of(given), target.timeout_s)
 
 
+def _table(path: str) -> Copy:
+    from clients.install_hint import install_hint
+
+    try:
+        from clients.spark.sink.table_copy import TableCopy
+    except ModuleNotFoundError as error:
+        raise DcpdError(
+            f"{path} is a Spark table, and to read it the package {error.name} is missing",
+            hint=install_hint("spark"),
+        ) from error
+    return TableCopy(path)
+
+
 def _kind_of(text: str) -> tuple[str, str]:
     """Return what an argument names, and the name of it there."""
     kind, _, rest = text.partition(":")
-    if kind in {"archive", "mirror", "context"} and rest and not rest.isdigit():
+    if kind in {"archive", "mirror", "table", "context"} and rest and not rest.isdigit():
         return kind, rest
     if Path(text).is_dir():
-        return "archive", text
+        is_table = all((Path(text) / name).is_dir() for name in ("current", "changes"))
+        return "table" if is_table else "archive", text
     return ("mirror" if Path(text).is_file() else "server"), text
 
 

@@ -1,0 +1,83 @@
+"""The documents of a table that `apply_changes` keeps, for a comparison by hashes. No Spark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from clients.errors import DcpdError
+from clients.kv.differences import RowsCopy
+from clients.spark.sink.parquet import files_of
+from vbucket.native.key_hashes import Row, RowForm
+
+DEFAULT_COLLECTION: Final = "_default._default"
+_VERSION: Final = Struct(">QQ")
+"""CAS and revision."""
+_FORM: Final = RowForm(0, b"", 0, 8)
+_COLUMNS: Final = ("vb", "key", "cas", "revision")
+
+
+class TableCopy(RowsCopy):
+    """A table, as of when it is opened. Only keys, CAS and revisions are read."""
+
+    def __init__(self, path: str) -> None:
+        """Raises DcpdError."""
+        super().__init__(path, 0, _FORM)
+        rows = self._documents(Path(path))
+        has_collections = "collection" in rows.column_names
+        self._only = None if has_collections else 0
+        """The collection of all rows, which is the default one; None: each row says its own."""
+        self._rows = rows.sort_by("vb")
+        self._selected = self._rows
+        self._ids = {"0x0": 0}
+        if has_collections:  # the table does not have the numbers of others
+            names = rows["collection"].unique().to_pylist()
+            self._ids = {
+                name: 0 if name == DEFAULT_COLLECTION else -1 - at
+                for at, name in enumerate(sorted(names))
+            }
+        self.partitions_seen = 1 + (pc.max(rows["vb"]).as_py() or 0)
+
+    def _documents(self, path: Path) -> pa.Table:
+        if (path / "current" / "_delta_log").is_dir():
+            from clients.spark.sink.delta import rows_of
+
+            rows = rows_of(str(path), "current", {})
+        else:
+            files = files_of(path.absolute(), "current")
+            if not files:
+                raise DcpdError(f"the table at {path} has no documents yet")
+            rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
+        return rows.select([*_COLUMNS, *({"collection"} & {*rows.column_names})])
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def collections(self) -> dict[str, int]:
+        """Return the collections that it has documents of: scope.collection -> a number."""
+        return self._ids
+
+    @property
+    def only_collection(self) -> int | None:
+        """See Copy."""
+        return self._only
+
+    def select(self, collection_id: int) -> None:
+        """Read a collection of `collections`."""
+        if self._only is None:
+            name = next(name for name, number in self._ids.items() if number == collection_id)
+            self._selected = self._rows.filter(pc.equal(self._rows["collection"], name))
+
+    def rows(self, vb_id: int) -> list[Row]:
+        """See RowsCopy."""
+        vbs = self._selected["vb"].to_numpy()
+        first, stop = vbs.searchsorted(vb_id, "left"), vbs.searchsorted(vb_id, "right")
+        some: Any = self._selected.slice(first, stop - first)
+        keys = some["key"].cast(pa.binary()).to_pylist()
+        versions = zip(some["cas"].to_pylist(), some["revision"].to_pylist(), strict=True)
+        return [(key, _VERSION.pack(*version)) for key, version in zip(keys, versions, strict=True)]
