@@ -92,6 +92,7 @@ def main(words: Sequence[str]) -> int:
         changes=tuple(sorted(arguments.set)),
         draw=arguments.draw,
         forever=arguments.forever,
+        crash=arguments.crash,
     )
     collect_less()
     if arguments.bug == ALL_BUGS:
@@ -232,6 +233,10 @@ def _parser() -> argparse.ArgumentParser:
         "--forever", default="", choices=KINDS, help="leave something broken for good"
     )
     parser.add_argument("--draw", type=int, default=0, help="another run of the same plan")
+    parser.add_argument(
+        "--crash", type=int, default=0, metavar="N",
+        help="n1 is killed at its Nth write, sync, rename or commit; below 0: it loses power there",
+    )  # fmt: skip
     parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
     parser.add_argument(
         "--bug",

@@ -156,12 +156,12 @@ class Machine:
         commit of the store) from now. `share`: the power goes, see `cut_power`; None: it is killed.
         0 points: not at all.
         """
-        self._points_left, self._share = points, share
+        self.points_left, self._share = points, share
 
     def _point(self, _name: str) -> None:
-        if self._points_left:
-            self._points_left -= 1
-            if not self._points_left:
+        if self.points_left:
+            self.points_left -= 1
+            if not self.points_left:
                 raise EndedInsideError(self)
 
     def end_now(self) -> None:

@@ -24,9 +24,9 @@ from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
-from sim.faults import Faults
+from sim.faults import SHARES, Faults
 from sim.kv_client import KvClient
-from sim.machine import Machine
+from sim.machine import RESTART_NS, Machine
 from sim.network import Network
 from sim.plan import Plan, about_elections, changed, drawn, probed, widened
 from sim.prober import Prober
@@ -58,6 +58,9 @@ class Options(NamedTuple):
     """What stays broken when the faults are over: one of `sim.broken.KINDS`, or nothing."""
     draw: int = 0
     """Another number makes another run of the same plan."""
+    crash: int = 0
+    """The process of n1 ends inside an event: at its so manieth write, sync, rename or commit of
+    the store. Below 0: the machine loses power there. 0: not at all."""
 
 
 DEFAULTS = Options()
@@ -110,7 +113,7 @@ class Simulation:
             self.plan = probed(self.plan, random.Random(f"{seed} probed"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
-        self._forever = options.forever
+        self._forever, self._crash = options.forever, options.crash
         if options.forever:
             self.plan = allowing(self.plan)
         self.plan = changed(self.plan, options.changes)
@@ -176,6 +179,10 @@ class Simulation:
     def begin(self) -> None:
         """Start everything."""
         self._cluster.begin()
+        if self._crash:
+            share = None if self._crash > 0 else SHARES[-self._crash % len(SHARES)]
+            self.machines[0].end_inside(abs(self._crash), share)
+            self.world.after(RESTART_NS, self._start_again)
         self._start_machines()
         if self.plan.waits_for_masters:
             self._wait(self._are_all_served, "a partition has no master")
@@ -183,6 +190,15 @@ class Simulation:
             client.begin()
         for consumer in self.consumers:
             consumer.begin()
+
+    def _start_again(self) -> None:
+        """Start what has ended inside an event, as a supervisor does."""
+        if self.faults.is_over:
+            return
+        if self.machines[0].points_left == 0:
+            self.faults.counts["crash"] = 1
+        self._start_machines()
+        self.world.after(RESTART_NS, self._start_again)
 
     def finish(self) -> Report:
         """Bring everything to rest, and check."""
@@ -413,5 +429,7 @@ def replay_command(seed: int, options: Options) -> str:
         words = [*words, f"--forever {options.forever}"]
     if options.draw:
         words = [*words, f"--draw {options.draw}"]
+    if options.crash:
+        words = [*words, f"--crash {options.crash}"]
     words = [*words, *(f"--set {name}={value}" for name, value in options.changes)]
     return " ".join(words)

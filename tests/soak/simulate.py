@@ -1,9 +1,10 @@
 """Simulated clusters from seeds, on all processors (tests/sim).
 
 Each seed is one whole life of nodes, clients and consumers under faults. It says how many nodes
-there are, one to five, and every fourth round has an act that only such ranges ask for. What fails
-goes into a table with the command that repeats it, and the run goes on. The table, and what the
-seeds have reached, are in the state file: a run that was stopped goes on where it was.
+there are, one to five. Every fourth round has an act that only such ranges ask for, and every
+second one of a node alone ends its process at a write or sync, each in turn. What fails goes into a
+table with the command that repeats it, and the run goes on. The table, and what the seeds have
+reached, are in the state file: a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ NODES = (3, 1, 2, 3, 4, 5)
 and have the most elections a second."""
 ROUNDS_OF_ACTS = 4
 """One round of so many has an asked act where it has three nodes."""
+CRASH_POINTS = 250
+"""Every second seed of a node alone has no faults but one: the process ends at a write, sync,
+rename or commit, each time at the next one."""
+CRASH_LOAD_S = 0.2
 SENTENCE_CHARS = 160
 
 
@@ -39,6 +44,10 @@ def options_of(seed: int, options: Options) -> Options:
     act = ""
     if NODES[at] == 3 and turn % ROUNDS_OF_ACTS == ROUNDS_OF_ACTS - 1:
         act = ASKED_ACTS[turn // ROUNDS_OF_ACTS % len(ASKED_ACTS)]
+    if NODES[at] == 1 and turn % 2:
+        crash = 1 + turn // 2 % CRASH_POINTS
+        crash = -crash if turn // 2 % 2 else crash
+        return options._replace(nodes=1, crash=crash, seconds=CRASH_LOAD_S, has_faults=False)
     return options._replace(nodes=NODES[at], act=act)
 
 
