@@ -29,7 +29,7 @@ ANSWER_S = 120.0
 FOLLOWED_S = 120.0
 """Longest time until a master that is lost is followed, on such a machine."""
 STARVED_S = 15.0
-"""Five times a lease."""
+"""One and a half times a lease of these nodes."""
 ORDER = (
     "kill node", "cut one way", "freeze node", "kill etcd", "drain", "kill store", "break",
     "cut from clients", "late", "freeze etcd", "cut from etcd", "no etcd", "deaf node",

@@ -43,7 +43,8 @@ from support.credentials import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest, load
 from vbucket.engine.read_view import Views
-from vbucket.engine.recovery.startup import new_partitions, replay_log
+from vbucket.engine.recovery.replay import Replay
+from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
@@ -150,7 +151,12 @@ class MemoryNode:
             node.merged_segment,
             merged_end=None if node.merged_end is None else LogEnd.from_document(node.merged_end),
         )
-        self.torn = replay_log(self.engine, self.store, recovery)
+        replay = Replay(self.engine, self.store)
+        for group in recovery.groups():
+            replay.apply_group(group.group, group.payload)
+        replay.finish()
+        self.engine.keyspace.continue_after(recovery.end.group)
+        self.torn = recovery.finish()
         self.writer = LogWriter(self.device, recovery.end)
         self.writer.rotate()
         self.hub = StreamHub()

@@ -226,20 +226,6 @@ def new_partitions(draw_uuid: Callable[[], int], num_vbuckets: int) -> dict[int,
     }
 
 
-def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | None:
-    """Replay the log into a new engine; return the torn tail that was cut, if any.
-
-    It syncs the log before it returns: what was read may not be on disk yet, and what is served
-    must be. Raises LogDamagedError, SyncFailedError.
-    """
-    replay = Replay(engine, store)
-    for group in recovery.groups():
-        replay.apply_group(group.group, group.payload)
-    replay.finish()
-    engine.keyspace.continue_after(recovery.end.group)
-    return recovery.finish()
-
-
 def _opened_store(
     env: KvEnv,
     device: LogDevice,
