@@ -447,7 +447,7 @@ class Node:
         parts = ServerParts(
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
-            self._tasks,             self._log, self.about.data_dir,
+            self._tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
         self.replicated = replicated_node(

@@ -388,16 +388,15 @@ class ConnectionCommands:
 
     def _has_left(self, vb_id: int) -> bool:
         """Whether a Couchbase DCP client, whose map is behind, asks a node of a cluster for a
-        partition of other nodes.
+        partition that it had.
         """
         state, producer = self._state, self._state.producer
-        return (
-            producer is not None
-            and not producer.terms.has_version_lists
-            and state.replication is not None
-            and vb_id < state.engine.num_vbuckets
-            and state.engine.partitions[vb_id].state == VbState.DEAD
-        )
+        if producer is None or producer.terms.has_version_lists or state.replication is None:
+            return False
+        if vb_id >= state.engine.num_vbuckets:
+            return False
+        part = state.engine.partitions[vb_id]
+        return part.state == VbState.DEAD and part.leader_epoch > 0  # 0: it never had a copy
 
     def _held_here(self, vb_id: int) -> Partition:
         """Return a partition that is not dead here. Raises WrongVbucketError."""

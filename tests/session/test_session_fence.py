@@ -210,6 +210,8 @@ def test_couchbase_consumer_may_ask_for_a_copy_that_has_left(node: MemoryNode, o
     for peer in (plain, ours):
         peer.state.replication = SimpleNamespace(arriving=())  # type: ignore[assignment]
     part.state = VbState.DEAD
+    assert plain.ask(opcode, vb_id=VB).status == Status.NOT_MY_VBUCKET, "there never was a copy"
+    part.leader_epoch = 1
     uuid = part.vb_uuid.to_bytes(8, "big")
     part.branch_group = node.engine.commits.committed_group + 1
     assert parse_failover_log(plain.ask(opcode, vb_id=VB).value) == part.failover.pairs()[-1:]
