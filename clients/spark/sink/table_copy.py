@@ -33,7 +33,7 @@ class TableCopy(RowsCopy):
         self._only = None if has_collections else 0
         """The collection of all rows, which is the default one; None: each row says its own."""
         self._rows = rows.sort_by("vb")
-        self._selected = self._rows
+        self._take(self._rows)
         self._ids = {"0x0": 0}
         if has_collections:  # the table does not have the numbers of others
             names = rows["collection"].unique().to_pylist()
@@ -71,12 +71,14 @@ class TableCopy(RowsCopy):
         """Read a collection of `collections`."""
         if self._only is None:
             name = next(name for name, number in self._ids.items() if number == collection_id)
-            self._selected = self._rows.filter(pc.equal(self._rows["collection"], name))
+            self._take(self._rows.filter(pc.equal(self._rows["collection"], name)))
+
+    def _take(self, rows: pa.Table) -> None:
+        self._selected, self._vbs = rows, rows["vb"].to_numpy()
 
     def rows(self, vb_id: int) -> list[Row]:
         """See RowsCopy."""
-        vbs = self._selected["vb"].to_numpy()
-        first, stop = vbs.searchsorted(vb_id, "left"), vbs.searchsorted(vb_id, "right")
+        first, stop = (self._vbs.searchsorted(vb_id, side) for side in ("left", "right"))
         some: Any = self._selected.slice(first, stop - first)
         keys = some["key"].cast(pa.binary()).to_pylist()
         versions = zip(some["cas"].to_pylist(), some["revision"].to_pylist(), strict=True)
