@@ -381,6 +381,7 @@ async def test_each_cut_is_one_state_through_a_kill_and_a_branch(tmp_path):
             assert max(seen_at) > 14, "to the end"
             assert len(balances) > 5, "money was moved"
             assert consumer.checkpoint() == cut.positions
+            assert (await asyncio.to_thread(server.metrics))["dcpd_cut_age_seconds"] > 0
             await kv.set(PAIRS[0][0], b"999999999")
             await mirror.caught_up(20)
             async with mirror.at_frontier():
