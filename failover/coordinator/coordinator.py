@@ -35,6 +35,7 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
@@ -349,8 +350,12 @@ class Coordinator:
         self._wrote_ns = now_ns
         return self._take_outcomes(now_ns, self._writer.write(now_ns, batch, guard))
 
-    def _in_turn(self, now_ns: int) -> list[RecordChange]:
-        """Return what is to be written, what failed last behind the rest."""
+    def _in_turn(self, now_ns: int) -> Iterable[RecordChange]:
+        """Return what is to be written, what failed last behind the rest. A thousand elections may
+        be due: no more of them are made than one transaction takes.
+        """
+        if not self._failed:
+            return self._choices.changes(now_ns)
         changes = list(self._choices.changes(now_ns))
         self._failed &= {change.vb_id for change in changes}
         return sorted(changes, key=lambda change: change.vb_id in self._failed)

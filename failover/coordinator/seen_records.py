@@ -25,7 +25,7 @@ Who calls it: the status of the cluster, and the restoration of the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from failover.coordinator.plans.request_answers import name_of
@@ -229,13 +229,16 @@ class OlderRecord(NamedTuple):
     """Who has seen a newer one."""
 
 
-def _reports(view: ClusterView, vb_id: int) -> Iterator[SuspectReport]:
+def reports_in(view: ClusterView) -> dict[int, list[SuspectReport]]:
+    """Return what members report, by partition."""
+    found: dict[int, list[SuspectReport]] = {}
     for member, told in _told(view):
-        if told.vb_id == vb_id:
-            yield SuspectReport(
-                member, told.epoch, told.version_epoch, told.end_seqno, 0, told.is_electable,
-                told.seen, told.is_sure,
-            )  # fmt: skip
+        report = SuspectReport(
+            member, told.epoch, told.version_epoch, told.end_seqno, 0, told.is_electable, told.seen,
+            told.is_sure,
+        )  # fmt: skip
+        found.setdefault(told.vb_id, []).append(report)
+    return found
 
 
 def _told(view: ClusterView) -> Iterator[tuple[str, ReportedPartition]]:
@@ -255,11 +258,12 @@ def older_records(view: ClusterView) -> list[OlderRecord]:
     return [OlderRecord(vb_id, frozenset(members)) for vb_id, members in sorted(found.items())]
 
 
-def silent_members(view: ClusterView, vb_id: int, record: ReplicationRecord) -> frozenset[str]:
+def silent_members(
+    view: ClusterView, record: ReplicationRecord, reports: Sequence[SuspectReport]
+) -> frozenset[str]:
     """Return the copies of which some have to report before anybody is elected by the record; none:
     it may be believed, or nobody misses its master.
     """
-    reports = list(_reports(view, vb_id))
     needed = _needed(view, record)
     return must_speak(record, reports, 0, min_in_sync=needed) if reports else frozenset()
 
@@ -269,11 +273,12 @@ def _needed(view: ClusterView, record: ReplicationRecord) -> int:
     return min_in_sync_of(setting, record.counted_copies)
 
 
-def why_not_elected(view: ClusterView, vb_id: int, record: ReplicationRecord) -> tuple[str, str]:
-    """Return why nobody is elected for a partition by its record, and what to do; ("", ""): nothing
-    of the kind.
+def why_not_elected(
+    view: ClusterView, record: ReplicationRecord, reports: Sequence[SuspectReport]
+) -> tuple[str, str]:
+    """Return why nobody is elected for a partition by its record and by what is reported of it, and
+    what to do; ("", ""): nothing of the kind.
     """
-    reports = list(_reports(view, vb_id))
     if newer := knows_newer(record, reports):
         names = names_of(view, newer)
         why = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from failover.coordinator.seen_records import why_not_elected
+from failover.coordinator.seen_records import reports_in, why_not_elected
 from failover.rules.replication_record import ReplicationRecord, majority
 from sim.cluster_node import ClusterNode
 from sim.machine import Machine
@@ -31,7 +31,7 @@ def why_unserved(vb_id: int, record: ReplicationRecord, machines: Mapping[str, M
     if not views:
         return f"{says}: {gone}, and no node that runs has read the metadata store"
     for view in views:
-        if why := why_not_elected(view, vb_id, record)[0]:
+        if why := why_not_elected(view, record, reports_in(view).get(vb_id, ()))[0]:
             return f"{says}: {gone}; {why}"
     speak = {
         member

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -31,10 +31,12 @@ from failover.coordinator.seen_records import (
     META_RESTORE,
     older_records,
     older_text,
+    reports_in,
     why_not_elected,
 )
 from failover.coordinator.view import ClusterView
 from failover.replication.serving import Unwritable
+from failover.rules.election import SuspectReport
 from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.ids import id_ranges
@@ -359,11 +361,13 @@ def _reasons(replicated: ReplicatedNode, *, is_store_away: bool) -> Iterator[tup
     for found in replicated.core.master.serving.unwritable(elapsed_ns()):
         yield found.vb_id, _words(view, found, is_store_away=is_store_away)
     leads, member = replicated.core.master.masterships, replicated.member
+    reports = reports_in(view)
     for vb_id, stored in view.partitions.items():
         record = stored.content.record
         is_orphan = record.master is None or record.master not in view.alive
         if is_orphan or (record.master == member and vb_id not in leads):
-            yield vb_id, _orphan_words(view, vb_id, record, is_store_away=is_store_away)
+            told = reports.get(vb_id, ())
+            yield vb_id, _orphan_words(view, record, told, is_store_away=is_store_away)
 
 
 def why_unwritable(replicated: ReplicatedNode, wanted: int) -> tuple[str, str]:
@@ -402,7 +406,11 @@ def _when_too_few(view: ClusterView, vb_id: int) -> str:
 
 
 def _orphan_words(
-    view: ClusterView, vb_id: int, record: ReplicationRecord, *, is_store_away: bool
+    view: ClusterView,
+    record: ReplicationRecord,
+    reports: Sequence[SuspectReport],
+    *,
+    is_store_away: bool,
 ) -> _Reason:
     """Return why a partition has no living master, and what to do."""
     names = ", ".join(sorted(name_of(view, member) for member in record.isr))
@@ -420,7 +428,7 @@ def _orphan_words(
             f"Start {names} again. If that is lost for good, `dcpctl cluster failover NODE "
             "--unclean` gives up the changes that only it had",
         )
-    why, advice = why_not_elected(view, vb_id, record)
+    why, advice = why_not_elected(view, record, reports)
     if why:
         return _Reason(f"{who}; {why}", advice)
     return _Reason(f"{who}; another one is elected", "Wait a few seconds")
