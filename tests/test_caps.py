@@ -48,6 +48,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
     "streams from copies that are not masters": Feature(1, 340),
+    "purges wait for streams that copies serve": Feature(0, 260),
     "cuts between nodes, a demo that is controlled over HTTP": Feature(1, 310),
     "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
