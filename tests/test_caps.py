@@ -77,7 +77,9 @@ FEATURES: Final[dict[str, Feature]] = {
     "consistent cuts of clusters": Feature(8, 1010),
     "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
+    "a mirror's file keeps hashes": Feature(0, 140),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
+    "branches and lists of blocks are found again": Feature(1, 270),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
@@ -85,11 +87,11 @@ FEATURES: Final[dict[str, Feature]] = {
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(10, 10),
-    "callbacks passed to constructors": Cap(63, 40),
+    "callbacks passed to constructors": Cap(62, 40),
     "Protocol classes": Cap(32, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(476 + sum(each.files for each in FEATURES.values()), 340),
+    "files": Cap(473 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(15, 15),
     "lines": Cap(102_805 + sum(each.lines for each in FEATURES.values()), 87_000),
 }

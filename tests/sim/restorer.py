@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
 from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
-from failover.coordinator.seen_records import older_records, reports_in, silent_members
+from failover.coordinator.seen_records import older_records, reports_in, why_not_elected
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
 from failover.metadata.revision_store import RevisionStore
@@ -112,6 +112,6 @@ def _waits_for_silent(view: ClusterView) -> bool:
     """Whether an election waits for members that do not speak, although all run that are left."""
     reports = reports_in(view)
     return bool(older_records(view)) or any(
-        silent_members(view, stored.content.record, reports.get(vb_id, ()))
+        vb_id in reports and why_not_elected(view, stored.content.record, reports[vb_id])[0]
         for vb_id, stored in view.partitions.items()
     )
