@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from clients import CheckpointFile, Consumer, Deletion, Mutation, Rollback
+from clients import CheckpointFile, Consumer, Deletion, Mutation, Rollback, vbucket_of
 from clients.address import parse_address
 from clients.backup.archives.archive import create_archive
 from clients.backup.run import Backup, BackupOptions
 from clients.errors import UnsupportedError
 from clients.spark.fetch import fetch
 from clients.spark.plan import PlanStep
+from dcp.server.storage.compaction_schedule import windows_of
 from dcp.session.streams import DcpCommands
+from dcp.stream.stream_limits import RateLimit
 from dcp.wire.frame import Frame
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.server import ctl
@@ -182,3 +184,51 @@ async def test_with_one_copy_it_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="one copy of each partition"):
             async with Consumer(address, from_replicas=True):
                 pass
+
+
+async def test_a_purge_waits_for_a_slow_reader_of_a_copy(tmp_path: Path) -> None:
+    vb_id = 16  # of the key "hello"
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.of_three()
+        seen: list[Mutation | Deletion | Rollback] = []
+        keys = (b"k%d" % number for number in range(10_000))
+        other = next(key for key in keys if vbucket_of(key, PARTITIONS) == vb_id)
+
+        async def follow(consumer: Consumer) -> None:
+            async for change in consumer.changes():
+                seen.append(change)  # noqa: PERF401 - others look at it
+
+        address = f"127.0.0.1:{cluster.nodes['n1'].ports.kv}"
+        async with Consumer(address, from_replicas=True) as consumer, cluster.client("n1") as kv:
+            following = asyncio.create_task(follow(consumer))
+            await kv.set(b"hello", b"world")
+            await until_so(lambda: seen or following.done())
+            master = next(
+                node for name, node in cluster.nodes.items() if vb_id in cluster.active(name)
+            )
+            ((producer, stream),) = (
+                (producer, stream)
+                for node in cluster.nodes.values()
+                for producer in node._hub._names.values()
+                for stream in producer.reading(vb_id)
+            )
+            assert producer not in master._hub._names.values(), "a copy serves it"
+            producer.limit(stream, RateLimit(0))  # type: ignore[attr-defined]
+            await kv.delete(b"hello")
+            for _ in range(3):
+                await kv.set(other, b"again")
+            await until_so(lambda: list(master._hub.remote.of(vb_id)))
+
+            compaction, part = master.write.compaction, master.engine.partitions[vb_id]
+            report = await compaction.compact([vb_id], windows_of(0, 0, 0))
+            assert (report.held_back, part.purge_seqno) == (1, 1)
+            producer.limit(stream, None)  # type: ignore[attr-defined]
+            await until_so(lambda: len(seen) >= 2 or following.done())
+            held = master._hub.remote.of
+            await until_so(lambda: min(each.purge_max for each in held(vb_id)) >= part.high_seqno)
+            await compaction.compact([vb_id], windows_of(0, 0, 0))
+            assert part.purge_seqno > 1
+            await kv.set(other, b"end")
+            await until_so(lambda: seen[-1].seqno == 6 or following.done())  # type: ignore[union-attr]
+            assert not any(isinstance(change, Rollback) for change in seen)
+            following.cancel()
