@@ -217,6 +217,8 @@ class TextSession:
                 if step == position and not is_reading:
                     break
                 position = step
+                if position == len(self._buffer) and self._read is None:
+                    break
         except StoreDamagedError as error:
             # The answer may be half sent, and the protocol has no way to take that back.
             state.send(_DAMAGED)
