@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import google_crc32c
@@ -25,6 +26,7 @@ from vbucket.check.mend import (
     FROM_COPY,
     REBUILT,
     RELINKED,
+    REMEMBERED,
     lacking_in,
     mend,
     put_leaf,
@@ -47,6 +49,8 @@ from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    FAILOVER_TABLE,
+    STATE_TABLE,
     TABLES,
     PartitionRecord,
     put_partition,
@@ -275,6 +279,35 @@ def test_small_blocks_of_a_list_come_from_elsewhere(tmp_path: Path) -> None:
         file.close()
     assert damages_in(copy) == []
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+@pytest.mark.parametrize("table", [STATE_TABLE, FAILOVER_TABLE])
+def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -> None:
+    """As of its last commit; not those of a transaction that was given up, nor if rows lack."""
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    kept = env.keep_rows((STATE_TABLE, FAILOVER_TABLE))
+    with env.write() as write:
+        put_partition(write, 3, RECORD._replace(epoch=5, failover=[[9, 7, 5], [7, 0, 1]]))
+    with suppress(ZeroDivisionError), env.write() as write:
+        put_partition(write, 4, RECORD._replace(epoch=6, failover=[[8, 7, 6], [7, 0, 1]]))
+        raise ZeroDivisionError
+    before = pairs_in(copy, table)
+    assert kept[table] == before
+    (leaf,) = layout_of(copy)[table].leaves
+    overwrite(copy, leaf, "zeros")
+    (damage,) = [each for each in damages_in(copy) if each.table == table]
+    file = PageFile(copy)
+    with PageMender(file) as mender:
+        assert mend(mender, table, damage.key, {}) == ""
+        fewer = {table: {key: row for key, row in before.items() if key != b"\0\1"}}
+        assert mend(mender, table, damage.key, fewer) == ""
+        assert mend(mender, table, damage.key, kept) == REMEMBERED
+    file.close()
+    assert pairs_in(copy, table) == before
+    with env.write() as write:
+        put_partition(write, 4, RECORD)
+    env.close()
+    assert damages_in(copy) == []
 
 
 def test_a_branch_is_not_guessed(copy: Path) -> None:

@@ -5,6 +5,7 @@ nothing.
     a version with one flipped bit    so does the frame's, and the block's must agree
     a leaf of by_key                  rebuilt from the newest versions in the partition's blocks
     a leaf of by_seqno                rebuilt from its blocks (`vbucket.check.relist`)
+    a leaf of records                 rebuilt from the rows that the process keeps in memory
     a branch                          rebuilt from the pages that nothing else leads to
     a block                           from another copy's versions (failover.rules.repair says
                                       which may be taken), byte for byte as its checksums say
@@ -28,11 +29,11 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.check.relist import RELISTED, Given, Lacking, relist
+from vbucket.check.relist import RELISTED, ROW_IN_LEAF_MAX, Given, Lacking, relist
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.lmdb_pages import BRANCH, MAIN_TABLE
 from vbucket.store.lmdb.page_mend import BadPage, PageMender, unflipped
@@ -40,6 +41,7 @@ from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 
 RELINKED: Final = "the pages below it were found again, as many as the table counts"
+REMEMBERED: Final = "its rows were written as the store process knew them"
 BIT: Final = "one flipped bit was put back, as the checksum says"
 REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
 FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
@@ -51,10 +53,10 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _crc32c = google_crc32c.value
 
 
-def mend(mender: PageMender, table: str, key: bytes) -> str:
+def mend(mender: PageMender, table: str, key: bytes, kept: KeptRows | None = None) -> str:
     """Mend what is damaged on the way to a key of a table; return how, "" if it cannot be.
 
-    Raises OSError.
+    `kept`: tables whose rows the process that writes knows by heart. Raises OSError.
     """
     how: list[str] = []
     for _ in range(_MENDS_MAX):
@@ -71,6 +73,8 @@ def mend(mender: PageMender, table: str, key: bytes) -> str:
             how.append(REBUILT)
         elif where == BY_SEQNO_TABLE and bad.is_leaf and relist(mender, key, bad, {})[0]:
             how.append(RELISTED)
+        elif bad.is_leaf and _remember(mender, where, key, bad, kept or {}):
+            how.append(REMEMBERED)
         elif bad.kind == BRANCH and _relink(mender, where, key, bad):
             how.append(RELINKED)
         else:
@@ -192,6 +196,19 @@ def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:
         return False
     check_records(dict(rows))
     return mender.put_rows(BY_KEY_TABLE, key, bad, rows)
+
+
+def _remember(mender: PageMender, table: str, key: bytes, bad: BadPage, kept: KeptRows) -> bool:
+    """Make a leaf again of the rows that are known by heart."""
+    rows = sorted(kept.get(table, {}).items())
+    own = [(at, row) for at, row in rows if bad.low <= at and (bad.high is None or at < bad.high)]
+    if any(len(row) > ROW_IN_LEAF_MAX for _, row in own):
+        return False
+    try:
+        is_known = bool(own) and mender.rows_counted(table) == len(rows)
+    except StoreDamagedError:
+        return False
+    return is_known and mender.put_rows(table, key, bad, own)
 
 
 def _relink(mender: PageMender, table: str, key: bytes, bad: BadPage) -> bool:

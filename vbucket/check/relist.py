@@ -29,8 +29,8 @@ from vbucket.store.store import StoreView
 
 RELISTED: Final = "its blocks were found again, each following the one before"
 _WHOLE: Final = 1 << 62
-_IN_LEAF_MAX: Final = 2020
-"""Bytes of a block that LMDB keeps in a leaf, in pages of 4 KiB."""
+ROW_IN_LEAF_MAX: Final = 2020
+"""Bytes of a value that LMDB keeps in a leaf, in pages of 4 KiB."""
 
 Given = Mapping[bytes, Sequence[bytes]]
 """Key of a `Lacking` -> the versions that came from elsewhere for it."""
@@ -119,7 +119,7 @@ def _made(
         ):
             raise ValueError("a version contradicts the record of its key")
     made = build_blocks(vb_id, entries, seqno_before=seqno_before, body_bytes_target=_WHOLE)
-    return made if all(len(value) <= _IN_LEAF_MAX for _, value in made) else []
+    return made if all(len(value) <= ROW_IN_LEAF_MAX for _, value in made) else []
 
 
 def _ends_of(

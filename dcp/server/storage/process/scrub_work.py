@@ -30,7 +30,7 @@ from vbucket.check.scrub import (
 )
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.segment_files import read_segment, segment_name, segments_in
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
@@ -63,8 +63,10 @@ class ScrubReport(NamedTuple):
 class ScrubWork:
     """See the module."""
 
-    def __init__(self, data_path: Path) -> None:
+    def __init__(self, data_path: Path, kept: KeptRows | None = None) -> None:
+        """`kept`: rows of tables as of the last commit."""
         self._data_path = data_path
+        self._kept = kept or {}
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
         self._met: list[Damage] = []
@@ -163,7 +165,7 @@ class ScrubWork:
             with suppress(StoreDamagedError, OSError):
                 if damage.table:
                     with PageMender(self._file) as mender:
-                        how = mend(mender, damage.table, damage.key)
+                        how = mend(mender, damage.table, damage.key, self._kept)
                         if not how and damage.table == BY_SEQNO_TABLE:
                             done += _parts(mender, damage)
                             continue
