@@ -88,6 +88,9 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
         assert sum(line["event"] == "damage" for line in audit) == 3
         assert "3 damages" in printed(server, "status")
+        overwrite(folder / "store", min(tables["meta"].leaves), "zeros")
+        scrubbed(server, 3)
+        assert "table meta" in printed(server, "status"), "the node's record is there, too"
 
 
 def wrong_answers(server: DcpdProcess) -> dict[int, int]:
