@@ -465,10 +465,17 @@ def test_dcpctl_diff_compares_a_table(server, make, tmp_path, capsys):
     query = Query(server.address, make(tmp_path / "table"))
     at, path = parse_address(server.address).node, str(tmp_path / "table")
     with SyncKv(server.address) as kv:
-        for number in range(50):
+        for number in range(49):
             kv.set(b"k%d" % number, b"1")
-        query.batch()
+        first = query.batch()
+        kv.set(b"k49", b"1")
+        second = query.batch()
         query.reader.stop()
+        cuts = [f"table:{path}@{time}" for time in (first, second, second + 1)]
+        assert [dcpctl(["diff", one, at]) for one in cuts] == [1, 0, 2]
+        shown = capsys.readouterr()
+        assert "missing on A  k49 " in shown.out
+        assert "its newest cut is" in shown.err
         assert dcpctl(["diff", at, path]) == 0
         kv.set(b"k1", b"2")
         kv.delete(b"k2")
