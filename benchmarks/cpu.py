@@ -53,9 +53,9 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from tests.memory.log_device import MemoryLogDevice
 from vbucket.engine.engine import Engine
 from vbucket.engine.recovery.startup import new_partitions
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random, vbucket_of
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv

@@ -48,6 +48,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
     "streams from copies that are not masters": Feature(1, 340),
+    "purges wait for streams that copies serve": Feature(0, 260),
     "cuts between nodes, a demo that is controlled over HTTP": Feature(1, 310),
     "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
@@ -86,11 +87,11 @@ FEATURES: Final[dict[str, Feature]] = {
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(10, 10),
-    "callbacks passed to constructors": Cap(63, 40),
+    "callbacks passed to constructors": Cap(62, 40),
     "Protocol classes": Cap(32, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(476 + sum(each.files for each in FEATURES.values()), 340),
+    "files": Cap(473 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(15, 15),
     "lines": Cap(102_805 + sum(each.lines for each in FEATURES.values()), 87_000),
 }

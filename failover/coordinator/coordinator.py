@@ -177,11 +177,6 @@ class Coordinator:
     writer_core: Final = f"{COORDINATOR}-writes"
     """The name in the tags of its writes."""
 
-    @property
-    def is_leading(self) -> bool:
-        """Whether this member believes to be the coordinator."""
-        return self.term > 0
-
     def begin_again(self, now_ns: int) -> None:
         """The store may be another one, where this coordinator's key is of another term."""
         self.term = self._look_ns = 0

@@ -255,15 +255,6 @@ def older_records(view: ClusterView) -> list[OlderRecord]:
     return [OlderRecord(vb_id, frozenset(members)) for vb_id, members in sorted(found.items())]
 
 
-def silent_members(view: ClusterView, vb_id: int, record: ReplicationRecord) -> frozenset[str]:
-    """Return the copies of which some have to report before anybody is elected by the record; none:
-    it may be believed, or nobody misses its master.
-    """
-    reports = list(_reports(view, vb_id))
-    needed = _needed(view, record)
-    return must_speak(record, reports, 0, min_in_sync=needed) if reports else frozenset()
-
-
 def _needed(view: ClusterView, record: ReplicationRecord) -> int:
     setting = None if view.cluster is None else view.cluster.content.min_in_sync
     return min_in_sync_of(setting, record.counted_copies)

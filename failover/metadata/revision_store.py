@@ -1,7 +1,7 @@
 """The store's semantics in memory: revisions, transactions, leases, history and compaction. Pure.
 
-Who calls it: `metastore_memory`, whose clients share one. Time is an argument; the same calls give
-the same results.
+Who calls it: the embedded store's server, and the store in memory of the tests. Time is an
+argument; the same calls give the same results.
 
 Invariants
 - each revision above the first has at least one event, and all its events are in `_events`

@@ -16,7 +16,7 @@ from dcp.server.node import Node
 from dcp.server.storage.folder import FolderError
 from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest
-from failover.metadata.metastore_memory import MemoryMetaStore
+from memory.meta_store import MemoryMetaStore
 from support.cluster_here import node_here
 
 

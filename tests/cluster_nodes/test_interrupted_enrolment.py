@@ -44,8 +44,8 @@ from failover.coordinator.records import (
 )
 from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import Put, Range, RangeResult, Txn
-from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
+from memory.meta_store import MemoryMetaStore
 from support.cluster_here import node_here
 from support.memory_node import MemoryNode
 

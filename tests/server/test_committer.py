@@ -16,11 +16,11 @@ from dcp.server.storage import committer as module
 from dcp.server.storage import log_ahead
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
 from dcp.server.storage.log_ahead import LogAhead, Retries
+from memory.log_device import MEMORY_AHEAD_BYTES
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import LogWriteError, SyncFailedError
-from vbucket.log.device_memory import MEMORY_AHEAD_BYTES
 from vbucket.log.end_mark import read_marks
 from vbucket.log.recovery import recover
 

@@ -1,8 +1,13 @@
-"""Who makes room where as many connections are open as may be."""
+"""Many connections: who makes room where as many are open as may be, and whose turn it is."""
 
 from __future__ import annotations
 
-from dcp.server.net.connections import Newcomers
+from typing import Any, cast
+
+import pytest
+
+from dcp.server.config.settings import Settings
+from dcp.server.net.connections import Connections, Newcomers
 
 
 class FakeConnection:
@@ -50,3 +55,39 @@ def test_many_that_come_before_one_is_gone_each_make_room() -> None:
     for count, connection in enumerate(connections, 1):
         newcomers.enter(connection, count)
     assert [bool(c.closed_because) for c in connections] == [True] * 6 + [False] * 4
+
+
+class _Ticked:
+    """A connection that counts its ticks."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def tick(self, _now_ns: int) -> None:
+        self.ticks += 1
+
+
+@pytest.mark.parametrize("count", [3, 1_000, 2_500, 10_001])
+def test_many_connections_have_their_ticks_in_parts(count: int) -> None:
+    connections = Connections(Settings())
+    made = [_Ticked() for _ in range(count)]
+    connections.open.update(cast("Any", made))
+    for tick in range(1, 9):
+        before = sum(each.ticks for each in made)
+        connections.tick(tick)
+        in_a_tick = sum(each.ticks for each in made) - before
+        assert in_a_tick <= max(1_000, -(-count // 4))
+        if tick in {4, 8}:
+            assert min(each.ticks for each in made) >= tick // 4
+    assert count > 1_000 or {each.ticks for each in made} == {8}
+
+
+def test_a_closed_connection_has_no_tick_any_more() -> None:
+    connections = Connections(Settings())
+    made = [_Ticked() for _ in range(2_000)]
+    connections.open.update(cast("Any", made))
+    connections.tick(1)
+    for each in made:
+        connections.closed(cast("Any", each))
+    connections.tick(2)
+    assert sum(each.ticks for each in made) == 1_000

@@ -16,14 +16,14 @@ import pytest_asyncio
 from dcp.server.storage.folder import DataFolder, FolderInUseError, open_folder
 from dcp.server.storage.process import store_process
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError, StoreWork
+from memory.kv_env import MemoryEnv
+from memory.log_device import MemoryLogDevice
 from vbucket.log.device_files import FileLogDevice
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import LogDamagedError, pack_group
 from vbucket.log.segment_files import segment_path
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreFailedError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store

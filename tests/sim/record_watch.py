@@ -11,9 +11,9 @@ from typing import Final
 
 from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
 from failover.metadata.metastore import KeyValue, Range, RangeResult, WatchBatch, WatchMessage
-from failover.metadata.metastore_memory import MemoryWatch
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord
+from memory.meta_store import MemoryWatch
 from sim.store_client import ROOT
 
 KEYS: Final = ClusterKeys(ROOT)

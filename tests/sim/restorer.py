@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
 from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
-from failover.coordinator.seen_records import older_records, silent_members
+from failover.coordinator.seen_records import older_records, why_not_elected
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
 from failover.metadata.revision_store import RevisionStore
@@ -110,7 +110,14 @@ def _item(put: Put) -> KeyValue:
 
 def _waits_for_silent(view: ClusterView) -> bool:
     """Whether an election waits for members that do not speak, although all run that are left."""
+    reported = {
+        told.vb_id
+        for stored in view.reports.values()
+        if stored.item.mod_revision > view.begun_revision
+        for told in stored.content.partitions
+    }
     return bool(older_records(view)) or any(
-        silent_members(view, vb_id, stored.content.record)
+        why_not_elected(view, vb_id, stored.content.record)[0]
         for vb_id, stored in view.partitions.items()
+        if vb_id in reported
     )

@@ -351,7 +351,7 @@ def coordinator(cluster: Scenario) -> Machine:
     leaders = [
         machine
         for machine in cluster.machines
-        if cluster.node(machine.name).session.coordinator.is_leading
+        if cluster.node(machine.name).session.coordinator.term > 0
     ]
     (leader,) = leaders
     return leader

@@ -174,14 +174,15 @@ class _Pair:
         self, node: MemoryNode, archive: Archive, lock: ArchiveLock, vb_ids: list[int], *,
         history: bool, versions_max: int | None, chunk_bytes: int, segment_bytes: int,
     ) -> None:  # fmt: skip
-        self.node, self.archive, self.segment_bytes = node, archive, segment_bytes
+        self.node, self.archive = node, archive
         self.lock = lock
         runs, self.run, self.found = archive.begin_run(lock)
         self.history = self.found[0][2].is_history if self.found else history
         self.started_ns = self.found[0][2].started_ns if self.found else node.now_ns
         self.writer = SegmentWriter(
-            archive, lock, self.run, self.started_ns, is_history=self.history
-        )
+            archive, lock, self.run, self.started_ns, is_history=self.history,
+            segment_bytes=segment_bytes,
+        )  # fmt: skip
         self.writer.adopt(self.found)
         legs = {}
         for _, _, footer in self.found:
@@ -231,8 +232,6 @@ class _Pair:
     def _write(self, chunks: Iterable[RawChunk]) -> None:
         for chunk in chunks:
             self.writer.add(chunk)
-            if self.writer.open_bytes >= self.segment_bytes:
-                self.writer.close()
 
     def finish(self) -> RunRecord:
         """Write the rest, and the manifest."""

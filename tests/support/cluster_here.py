@@ -31,8 +31,8 @@ from dcp.wire.opcode import Opcode
 from failover.coordinator.records import MemberRecord
 from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest, StoreResult, WatchMessage
-from failover.metadata.metastore_memory import MemoryMetaStore, MemoryWatch
 from failover.metadata.revision_store import RevisionStore
+from memory.meta_store import MemoryMetaStore, MemoryWatch
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 

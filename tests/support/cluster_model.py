@@ -47,7 +47,6 @@ from failover.metadata.metastore import (
     WatchEvent,
     WatchMessage,
 )
-from failover.metadata.metastore_memory import MemoryWatch
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import (
     HandedOver,
@@ -58,6 +57,7 @@ from failover.rules.replication_record import (
     is_master,
     shrink,
 )
+from memory.meta_store import MemoryWatch
 from support.metastore_faults import MS, FaultyMetaStore, StoreFaults
 from support.waiting import VirtualTime
 
@@ -270,7 +270,7 @@ class ModelCluster:
         return [
             node.member
             for node in self.nodes.values()
-            if node.is_up and node.session.coordinator.is_leading
+            if node.is_up and node.session.coordinator.term > 0
         ]
 
     def leader(self) -> str:

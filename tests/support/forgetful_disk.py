@@ -35,12 +35,12 @@ from typing import Any
 
 import pytest
 
+from memory.kv_env import MemoryEnv, MemoryWrite
+from memory.log_device import MemoryLogDevice
 from vbucket.log.device import LogDevice
 from vbucket.log.device_files import FileLogDevice
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import written_bytes
 from vbucket.log.segment_files import segment_path, segments_in
-from vbucket.store.environment_memory import MemoryEnv, MemoryWrite
 
 
 @contextmanager

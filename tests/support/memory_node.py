@@ -39,6 +39,8 @@ from dcp.wire.message import (
     pack_stream_request,
 )
 from dcp.wire.opcode import Opcode
+from memory.kv_env import MemoryEnv
+from memory.log_device import MemoryLogDevice
 from support.credentials import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest, load
@@ -46,14 +48,12 @@ from vbucket.engine.read_view import Views
 from vbucket.engine.recovery.replay import Replay
 from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.commit_group import CommitGroup
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, kept_segments
 from vbucket.store.store import Store

@@ -22,8 +22,8 @@ from failover.metadata.metastore import (
     StoreUnavailable,
     WatchMessage,
 )
-from failover.metadata.metastore_memory import MemoryWatch
 from failover.metadata.revision_store import RevisionStore
+from memory.meta_store import MemoryWatch
 
 MS = 1_000_000
 ABSENT_NS = 50 * MS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vbucket.log.device_memory import MemoryLogDevice
+from memory.log_device import MemoryLogDevice
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
 from vbucket.store.environment import KvEnv

@@ -15,6 +15,7 @@ from keyspace_model import Version
 from test_merge import ALL_KEYS, VB_IDS, MergeMachine
 from test_merge import BODY_BYTES_TARGET as MODEL_BODY_BYTES_TARGET
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.engine import SET, StoredDocument
@@ -22,7 +23,6 @@ from vbucket.engine.leadership import adopt_failover_log
 from vbucket.model.entry import pack_control
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, TABLES
 from vbucket.upkeep.compaction import Compactor

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memory.kv_env import MemoryEnv
 from support.lmdb_layout import PAGE_BYTES, Table, layout_of, overwrite
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
@@ -26,7 +27,6 @@ from vbucket.store.environment import (
     StoreDamagedError,
     WriteLostError,
 )
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import check_file
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memory.log_device import MemoryLogDevice
 from support.forgetful_disk import Disk, FileDisk, draw_salt, new_disk
 from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
@@ -20,7 +21,6 @@ from vbucket.log.device import (
     SyncFailedError,
 )
 from vbucket.log.device_files import FileLogDevice
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.disk_folder import sync_folder
 from vbucket.log.record import SegmentHeader, read_segment_header
 from vbucket.log.segment_files import READ_BYTES, read_segment, segment_path

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
+from memory.log_device import MemoryLogDevice
 from tests.soak import flip
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.device import UnknownFormatError
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import read_marks
 from vbucket.log.record import LogDamagedError
 from vbucket.log.recovery import RecoveredGroup, recover
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import MemoryNode
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.hashes import Hashed, hashed, listed
@@ -29,7 +30,6 @@ from vbucket.native.key_hashes import (
     hash_of_key,
     rows_of_buckets,
 )
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.hashes import counted_hashes, put_hashes
 
 T = TypeVar("T")

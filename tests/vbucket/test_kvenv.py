@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memory.kv_env import MemoryEnv
 from support.forgetful_disk import small_disk
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
@@ -28,7 +29,6 @@ from vbucket.store.environment import (
     StoreFullError,
     with_room,
 )
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 
 TABLES = ("fruit", "other")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memory.log_device import MemoryLogDevice
 from vbucket.log.device import (
     MARK_SLOTS,
     SEGMENT_HEADER,
@@ -15,7 +16,6 @@ from vbucket.log.device import (
     UnknownFormatError,
     pack_segment_header,
 )
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
     RECORD,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memory.log_device import MemoryLogDevice
 from vbucket.log.device import SyncFailedError
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import RECORD_BYTES
 from vbucket.log.recovery import Recovery, recover

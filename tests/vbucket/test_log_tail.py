@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from memory.log_device import MemoryLogDevice
 from vbucket.check.finding import Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.log.device import SEGMENT_HEADER_BYTES
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import EndMark, LogEnd, read_marks
 from vbucket.log.record import RECORD_BYTES, LogDamagedError
 from vbucket.log.recovery import recover

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.log.device import SEGMENT_HEADER_BYTES, pack_segment_header
 from vbucket.log.record import LogDamagedError, pack_group
 from vbucket.model.entry import pack_control
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import (
     BY_KEY_TABLE,

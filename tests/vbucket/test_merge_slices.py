@@ -10,16 +10,16 @@ import random
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
+from memory.log_device import MemoryLogDevice
 from support.memory_node import MemoryNode
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import encode_leb128
 from vbucket.store.block import block_key
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Compactor

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import MemoryNode
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET
@@ -25,7 +26,6 @@ from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.native import compaction_loops, new_staged
 from vbucket.store.block import Block, block_key, build_blocks, repack_blocks
 from vbucket.store.environment import KvEnv
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import Compactor, Floors, SliceReport

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
+from memory.kv_env import MemoryEnv
+from memory.log_device import MemoryLogDevice
 from support.memory_node import START_NS
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device import LogFullError, SyncFailedError
-from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.store.environment import StoreFullError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_KEY_TABLE, TABLES
 from vbucket.upkeep.merge import merge
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_KEY_TABLE
 from vbucket.upkeep import retention
 from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, Windows, seqno_at, seqno_below

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
 from vbucket.store.block import BlockDamagedError
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFailedError
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.hashes import read_hashes
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv

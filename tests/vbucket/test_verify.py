@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
+from memory.kv_env import MemoryEnv
 from support.memory_node import MemoryNode
 from vbucket.check.finding import ADVICE, HARMLESS, Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
@@ -17,7 +18,6 @@ from vbucket.check.store_check import StoreCheck
 from vbucket.engine.leadership import set_leader_epoch
 from vbucket.model.entry import pack_control
 from vbucket.store.block import build_blocks
-from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.key_record import by_key_item
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.records import (

@@ -1,8 +1,8 @@
 """The interface between the log and a disk: numbered append-only segments.
 
-`vbucket.log.device_files` keeps segments as files. `vbucket.log.device_memory` is its deterministic
-twin for tests, with crashes and faults on demand. Both pass the same tests. The engine appends and
-syncs; the shell rotates and deletes; the store process reads sealed segments.
+`vbucket.log.device_files` keeps segments as files. `tests/memory/log_device.py` is its twin, with
+crashes and faults on demand. Both pass the same tests. The engine appends and syncs; the shell
+rotates and deletes; the store process reads sealed segments.
 
 Invariants
 - Segment ids ascend by 1 and are never reused. Only the newest segment is appended to.

@@ -1,7 +1,7 @@
 """The database interface of the store: named ordered tables and transactions.
 
-`vbucket.store.lmdb.environment_lmdb` implements it with LMDB, `vbucket.store.environment_memory`
-with sorted dicts; both pass the same tests. One process writes at a time. A snapshot never waits
+`vbucket.store.lmdb.environment_lmdb` implements it with LMDB, `tests/memory/kv_env.py` with sorted
+dicts; both pass the same tests. One process writes at a time. A snapshot never waits
 for a writer and never sees part of a transaction.
 
 Keys are 1 to 511 bytes (LMDB's limit), in the order of their bytes.

@@ -74,11 +74,6 @@ class SegmentWriter:
         if self._builder.size_bytes >= self._segment_bytes:
             self.close()
 
-    @property
-    def open_bytes(self) -> int:
-        """Bytes of the open segment."""
-        return self._builder.size_bytes
-
     def close(self) -> None:
         """Write the open segment unless it is empty, and read it back.
 

@@ -15,11 +15,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from dcp.server.access.access import GuardedConnection
 from dcp.server.config.settings import Settings
 from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
+
+TICKED_AT_ONCE: Final = 1_000
+"""Of more connections only a part has its turn in a tick, a quarter at least: nobody waits for them
+all.
+"""
 
 
 class Newcomers:
@@ -107,6 +112,8 @@ class Connections:
         self.awaiting_arrival: set[OpenConnection] = set()
         self.pumping: list[OpenConnection] = []
         """Those that send stream messages in the next turn of the loop: `pump_now` is called."""
+        self._to_tick: list[OpenConnection] = []
+        """Those that have not had their turn yet since all had one."""
         self._handshakes: set[Holder] = set()
         self.newcomers = Newcomers(settings.connections_max)
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
@@ -189,9 +196,14 @@ class Connections:
             connection.tell_map()
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass; monotonic nanoseconds."""
-        for connection in self:
-            connection.tick(now_ns)
+        """Let time pass, for each connection in one of four ticks at least; monotonic ns."""
+        if not self._to_tick:
+            self._to_tick = list(self.open)
+        count = max(TICKED_AT_ONCE, -(-len(self.open) // 4))
+        turn, self._to_tick = self._to_tick[:count], self._to_tick[count:]
+        for connection in turn:
+            if connection in self.open:
+                connection.tick(now_ns)
 
     def writers_may_go_on(self) -> None:
         """Resume commands that write."""

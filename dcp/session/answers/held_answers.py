@@ -141,6 +141,12 @@ class HeldAnswers:
     def take(self, state: SessionState, read_ns: int) -> bytes:
         """Take a session's answers. Return them if they may leave at once, b"" if they wait."""
         first = state.first_change
+        is_first = not (self.batches or state.marks or state.loads)
+        if is_first and state.wait_group <= self._commits.committed_group:
+            answers = b"".join(state.answers)  # those of reads, nearly always
+            state.answers.clear()
+            state.wait_group, state.first_change, state.awaited = 0, -1, {}
+            return answers
         changes = self._keyspace.pending[first:] if first >= 0 else ()
         marked = self._marked(state, changes, read_ns) if state.marks else None
         awaited = _NOTHING

@@ -187,11 +187,6 @@ class PlannedMove(NamedTuple):
         """Members that lose theirs."""
         return tuple(member for member in self.present if member not in self.wanted)
 
-    @property
-    def new_master(self) -> str:
-        """The member that becomes master; empty if the master stays."""
-        return self.wanted[0] if self.wanted[:1] != self.present[:1] else ""
-
 
 class PlacementPlan(NamedTuple):
     """What is wanted, and how it differs from what there is."""

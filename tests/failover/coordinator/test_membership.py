@@ -25,8 +25,8 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
+from memory.meta_store import MemoryMetaStore
 
 ROOT = b"/dcpd/x/"
 KEYS = ClusterKeys(ROOT)

@@ -19,8 +19,8 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
+from memory.meta_store import MemoryMetaStore
 from support.metastore_faults import MS, Absence, FaultyMetaStore, StoreFaults
 from support.waiting import VirtualTime
 

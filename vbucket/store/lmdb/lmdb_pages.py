@@ -316,9 +316,8 @@ class PageReader:
                     raise self._damaged(MAIN_TABLE, page.keys[at], number, what)
                 start = number * self._page_bytes + place
                 record = bytes(self._view[start : start + size])
-                if tree_flags := TREE_RECORD.unpack(record)[
-                    1
-                ]:  # LMDB opens no table whose flags differ
+                _, tree_flags, *_ = TREE_RECORD.unpack(record)
+                if tree_flags:  # LMDB opens no table whose flags differ
                     why = f"has a table with the flags {tree_flags}"
                     raise self._damaged(MAIN_TABLE, page.keys[at], number, why)
                 name = page.keys[at].decode(errors="backslashreplace")

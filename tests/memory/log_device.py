@@ -83,7 +83,7 @@ class MemoryLogDevice:
         """See LogDevice."""
         return bytes(self._data[segment])
 
-    def append(self, data: bytes, *, sync_follows: bool = False) -> None:  # noqa: ARG002
+    def append(self, data: bytes, *, sync_follows: bool = False) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
         if not self._data:
