@@ -301,7 +301,7 @@ class Node:
 
         storage = self._storage
         return NewMember(
-            storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
+            storage.engine, storage.node_id, self.about.data_dir, self._settings, self.ports,
             self._users, self.access, self._log,
         )  # fmt: skip
 
@@ -413,7 +413,7 @@ class Node:
             FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
         )  # fmt: skip
         self._config = ClusterConfig(
-            settings.host, storage.node.node_id, settings.bucket, engine.num_vbuckets
+            settings.host, storage.node_id, settings.bucket, engine.num_vbuckets
         )
         if identity is not None and self._meta is not None:
             after_commit.follow(
@@ -450,9 +450,7 @@ class Node:
             self._tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
-        self.replicated = replicated_node(
-            parts, storage.node.node_id, identity, self._settings, access
-        )
+        self.replicated = replicated_node(parts, storage.node_id, identity, self._settings, access)
         self._users.let_cluster_in(identity.secrets)
         tries = LinkTries(access, self.access.link_tls, self._tasks)
         self.access.logins.nodes.open(

@@ -66,8 +66,9 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         block = max(tables["by_seqno"].large)
         for at in (100, 200):  # two bits: no checksum names them
             flip(folder / "store" / "data.mdb", block * PAGE_BYTES + 3 * PAGE_BYTES + at)
-        leaf = min(tables["failover"].leaves)
-        overwrite(folder / "store", leaf, "zeros")
+        keys = tables["by_key"]
+        for page in (min(keys.branches), max(keys.leaves)):  # nobody can tell what is below
+            overwrite(folder / "store", page, "zeros")
         segment = max((folder / "log").glob("*.log"))
         flip(segment, 40_000)
 
@@ -79,8 +80,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         vb_id = int.from_bytes(tables["by_seqno"].large[block][:2], "big")
         assert found["block"]["vb"] == vb_id
         assert found["block"]["seqnos"]
-        assert "table failover" in found["pages"]["where"]
-        assert found["pages"]["vb"] == 0, "the first leaf"
+        assert "table by_key" in found["pages"]["where"]
         assert found["log"]["file"] == f"log/{segment.name}"
         for row in report["damages"]:
             assert row["advice"] in named.stdout
@@ -88,6 +88,9 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
         assert sum(line["event"] == "damage" for line in audit) == 3
         assert "3 damages" in printed(server, "status")
+        overwrite(folder / "store", min(tables["meta"].leaves), "zeros")
+        scrubbed(server, 3)
+        assert "table meta" in printed(server, "status"), "the node's record is there, too"
 
 
 def wrong_answers(server: DcpdProcess) -> dict[int, int]:

@@ -34,13 +34,14 @@ PARTITIONS: Final = 64
 KEYS: Final = 1_500
 VALUE_BYTES: Final = 900
 FAULTS: Final = ("flip", "zero", "sector", "misdirected", "stale")
-BRANCHES: Final = {"keys branch", "versions branch", "state branch", "failover branch"}
+TREES: Final = {
+    "keys branch", "versions branch", "state branch", "failover branch", "versions leaf",
+    "state leaf", "failover leaf",
+}  # fmt: skip
 MENDED_ALWAYS: Final = {"keys leaf", "versions block"}
-"""Where everything, as in BRANCHES, is mended, whatever the fault is."""
+"""Where everything, as in TREES, is mended, whatever the fault is."""
 MENDED_S: Final = 60
 """Within this time: a copy that does not answer is asked again after some seconds."""
-MENDED_FLIPS: Final = {"versions leaf", "state leaf", "failover leaf"}
-"""Where one flipped bit is mended."""
 
 
 class Hit(NamedTuple):
@@ -70,8 +71,7 @@ class Tally(NamedTuple):
         found = [
             f"{count} times {fault} of {place}: {result}"
             for (fault, place, result), count in self.results.items()
-            if result == "named"
-            and (place in MENDED_ALWAYS | BRANCHES or (fault == "flip" and place in MENDED_FLIPS))
+            if result == "named" and place in MENDED_ALWAYS | TREES
         ]
         if self.wrong:
             found.append(f"{self.wrong} wrong answers")
@@ -209,7 +209,7 @@ async def one(node: Node, damager: Damager) -> tuple[Hit, str, float] | None:
     scrubbing.start()
     await until_so(lambda: status.passes > passes)
     with suppress(TimeoutError):  # blocks come from the other copy a moment later
-        async with asyncio.timeout(MENDED_S if hit.place in MENDED_ALWAYS else 1):
+        async with asyncio.timeout(MENDED_S if hit.place in MENDED_ALWAYS | TREES else 1):
             await until_so(lambda: not status.damages)
     took_s = time.monotonic() - began_s
     if status.damages:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from clients.spark.sink import delta, parquet
 from clients.spark.sink.parquet import Outcome, TableFiles, commit, open_table, write_buckets
 from clients.spark.sink.rules import TableWriter, at_cut, without_cuts
 from clients.spark.source import DcpStreamReader, read_task
-from clients.testing import DcpServer
+from clients.testing import DcpCluster, DcpServer
 from dcp.session import controls
 from support.cluster_here import node_here
 from support.waiting import until
@@ -347,6 +348,59 @@ def test_each_cut_of_a_table_is_one_state_through_branches(server, make, tmp_pat
     assert query.rollbacks >= 2
 
 
+def write_pairs_in_a_cluster(address: str, stop: threading.Event) -> None:
+    """The same while masters change: what was not answered is written again."""
+    with SyncKv(address, timeout_s=2.0) as kv:
+        for number, pair in enumerate(itertools.cycle(PAIRS), 1):
+            if stop.is_set():
+                return
+            for key in pair:
+                while not stop.is_set():
+                    with suppress(DcpdError):
+                        kv.set(key, b"%d" % number)
+                        break
+
+
+@pytest.mark.timeout(180)
+def test_each_cut_of_a_table_is_one_state_through_elections(tmp_path):
+    """A node is killed, another one is asked for less than it has answered; a handover; a start."""
+    taken = {vbucket_of(key, 64) for pair in PAIRS for key in pair}
+    aside = next(key for key in map(b"%d".__mod__, range(999)) if vbucket_of(key, 64) not in taken)
+    vb_id, stop = vbucket_of(aside, 64), threading.Event()
+    with DcpCluster("--partitions", "64") as cluster:
+        servers = ",".join(parse_address(cluster.nodes[name].address).node for name in ("n1", "n3"))
+        query = Query(servers, ParquetSink(tmp_path / "table"))
+        writer = threading.Thread(target=write_pairs_in_a_cluster, args=(cluster.address, stop))
+        writer.start()
+        try:
+            asides = []
+            for before in (
+                None,
+                partial(cluster.kill, "n2"),
+                partial(cluster.lose, vb_id, 2),
+                partial(cluster.restart, "n2"),
+                partial(cluster.move, vb_id, "n2"),
+            ):
+                with SyncKv(cluster.address) as kv:
+                    for number in range(4):
+                        kv.set(aside, b"%d" % number)
+                query.batch()
+                if before is not None:
+                    before()
+                time = query.batch() or query.batch()
+                for kept in {time, *query.sink.cuts()}:
+                    held = values(query.sink, kept)
+                    for first, second in PAIRS:
+                        assert int(held.get(first, 0)) >= int(held.get(second, 0)), (before, first)
+                asides.append(values(query.sink)[aside])
+        finally:
+            stop.set()
+            writer.join()
+            query.reader.stop()
+    assert asides == [b"3", b"3", b"1", b"3", b"3"]
+    assert query.rollbacks >= 1
+
+
 async def test_a_server_that_closes_no_times_is_an_error_that_says_so(tmp_path, monkeypatch):
     monkeypatch.delitem(controls.CONTROLS, "x_closed_times")
     async with node_here(tmp_path, {}) as node:
@@ -411,10 +465,17 @@ def test_dcpctl_diff_compares_a_table(server, make, tmp_path, capsys):
     query = Query(server.address, make(tmp_path / "table"))
     at, path = parse_address(server.address).node, str(tmp_path / "table")
     with SyncKv(server.address) as kv:
-        for number in range(50):
+        for number in range(49):
             kv.set(b"k%d" % number, b"1")
-        query.batch()
+        first = query.batch()
+        kv.set(b"k49", b"1")
+        second = query.batch()
         query.reader.stop()
+        cuts = [f"table:{path}@{time}" for time in (first, second, second + 1)]
+        assert [dcpctl(["diff", one, at]) for one in cuts] == [1, 0, 2]
+        shown = capsys.readouterr()
+        assert "missing on A  k49 " in shown.out
+        assert "its newest cut is" in shown.err
         assert dcpctl(["diff", at, path]) == 0
         kv.set(b"k1", b"2")
         kv.delete(b"k2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import google_crc32c
@@ -20,14 +21,25 @@ from dcp.core.store_schedule import (
     scrub_rest_s,
 )
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
-from vbucket.check.mend import BIT, REBUILT, RELINKED, RELISTED, mend
+from vbucket.check.mend import (
+    BIT,
+    FROM_COPY,
+    REBUILT,
+    RELINKED,
+    REMEMBERED,
+    lacking_in,
+    mend,
+    put_leaf,
+    put_versions,
+)
+from vbucket.check.relist import RELISTED
 from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
 from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_mutation
-from vbucket.store.block import build_blocks
+from vbucket.store.block import Block, build_blocks
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
@@ -37,6 +49,8 @@ from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    FAILOVER_TABLE,
+    STATE_TABLE,
     TABLES,
     PartitionRecord,
     put_partition,
@@ -232,6 +246,68 @@ def test_branches_and_lists_of_blocks_are_found_again(tmp_path: Path, what: str)
             write.delete(BY_KEY_TABLE, key)
     env.close()
     assert pairs_in(copy, BY_KEY_TABLE) == pairs_in(copy, BY_SEQNO_TABLE) == {}
+
+
+def test_small_blocks_of_a_list_come_from_elsewhere(tmp_path: Path) -> None:
+    """The last one of each partition, which stood in the leaf itself. They must be complete, and
+    agree with the records of their keys.
+    """
+    copy = made(tmp_path / "store", (300,), 4500)
+    before = pairs_in(copy, BY_SEQNO_TABLE)
+    versions = {vb_id: [] for vb_id in VBS}
+    for key, value in sorted(before.items()):
+        versions[int.from_bytes(key[:2], "big")] += Block(key, value).entries()
+    for leaf in sorted(layout_of(copy)[BY_SEQNO_TABLE].leaves):
+        overwrite(copy, leaf, "zeros")
+        (damage,) = damages_in(copy)
+        file, given = PageFile(copy), {}
+        with PageMender(file) as mender:
+            assert mend(mender, damage.table, damage.key) == ""
+            lacking = lacking_in(mender, damage.key)
+            assert lacking
+            for each in lacking:
+                of = versions[int.from_bytes(each.key[:2], "big")]
+                some = of[each.first_seqno - 1 : each.last_seqno]
+                other = [entry[:28] + b"other CA" + entry[36:] for entry in some]
+                for wrong in (some[1:], some[:-1], other):
+                    assert put_leaf(mender, each.key, {**given, each.key: wrong}) == ""
+                given[each.key] = some
+                how = put_leaf(mender, each.key, given)
+                assert bool(how) == (each == lacking[-1])
+            assert put_leaf(mender, damage.key, given) is None, "it is sound"
+            assert put_versions(mender, lacking[0].key, []) == FROM_COPY
+        file.close()
+    assert damages_in(copy) == []
+    assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+@pytest.mark.parametrize("table", [STATE_TABLE, FAILOVER_TABLE])
+def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -> None:
+    """As of its last commit; not those of a transaction that was given up, nor if rows lack."""
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    kept = env.keep_rows((STATE_TABLE, FAILOVER_TABLE))
+    with env.write() as write:
+        put_partition(write, 3, RECORD._replace(epoch=5, failover=[[9, 7, 5], [7, 0, 1]]))
+    with suppress(ZeroDivisionError), env.write() as write:
+        put_partition(write, 4, RECORD._replace(epoch=6, failover=[[8, 7, 6], [7, 0, 1]]))
+        raise ZeroDivisionError
+    before = pairs_in(copy, table)
+    assert kept[table] == before
+    (leaf,) = layout_of(copy)[table].leaves
+    overwrite(copy, leaf, "zeros")
+    (damage,) = [each for each in damages_in(copy) if each.table == table]
+    file = PageFile(copy)
+    with PageMender(file) as mender:
+        assert mend(mender, table, damage.key, {}) == ""
+        fewer = {table: {key: row for key, row in before.items() if key != b"\0\1"}}
+        assert mend(mender, table, damage.key, fewer) == ""
+        assert mend(mender, table, damage.key, kept) == REMEMBERED
+    file.close()
+    assert pairs_in(copy, table) == before
+    with env.write() as write:
+        put_partition(write, 4, RECORD)
+    env.close()
+    assert damages_in(copy) == []
 
 
 def test_a_branch_is_not_guessed(copy: Path) -> None:

@@ -4,7 +4,8 @@ nothing.
     a page with one flipped bit       its checksum names the bit
     a version with one flipped bit    so does the frame's, and the block's must agree
     a leaf of by_key                  rebuilt from the newest versions in the partition's blocks
-    a leaf of by_seqno                rebuilt from the blocks that have pages of their own
+    a leaf of by_seqno                rebuilt from its blocks (`vbucket.check.relist`)
+    a leaf of records                 rebuilt from the rows that the process keeps in memory
     a branch                          rebuilt from the pages that nothing else leads to
     a block                           from another copy's versions (failover.rules.repair says
                                       which may be taken), byte for byte as its checksums say
@@ -21,27 +22,26 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
+from vbucket.check.relist import RELISTED, ROW_IN_LEAF_MAX, Given, Lacking, relist
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import Manifest, collection_of
-from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
+from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.lmdb_pages import BRANCH, MAIN_TABLE
-from vbucket.store.lmdb.page_mend import BadPage, LargePlace, PageMender, unflipped
+from vbucket.store.lmdb.page_mend import BadPage, PageMender, unflipped
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 
 RELINKED: Final = "the pages below it were found again, as many as the table counts"
-RELISTED: Final = "its blocks were found again, each following the one before"
+REMEMBERED: Final = "its rows were written as the store process knew them"
 BIT: Final = "one flipped bit was put back, as the checksum says"
 REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
 FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
@@ -53,10 +53,10 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _crc32c = google_crc32c.value
 
 
-def mend(mender: PageMender, table: str, key: bytes) -> str:
+def mend(mender: PageMender, table: str, key: bytes, kept: KeptRows | None = None) -> str:
     """Mend what is damaged on the way to a key of a table; return how, "" if it cannot be.
 
-    Raises OSError.
+    `kept`: tables whose rows the process that writes knows by heart. Raises OSError.
     """
     how: list[str] = []
     for _ in range(_MENDS_MAX):
@@ -71,8 +71,10 @@ def mend(mender: PageMender, table: str, key: bytes) -> str:
             how.append(BIT)
         elif where == BY_KEY_TABLE and bad.is_leaf and _rebuild(mender, key, bad):
             how.append(REBUILT)
-        elif where == BY_SEQNO_TABLE and bad.is_leaf and _relist(mender, key, bad):
+        elif where == BY_SEQNO_TABLE and bad.is_leaf and relist(mender, key, bad, {})[0]:
             how.append(RELISTED)
+        elif bad.is_leaf and _remember(mender, where, key, bad, kept or {}):
+            how.append(REMEMBERED)
         elif bad.kind == BRANCH and _relink(mender, where, key, bad):
             how.append(RELINKED)
         else:
@@ -113,6 +115,24 @@ def _mend_body(mender: PageMender, key: bytes, how: list[str]) -> bool:
     return True
 
 
+def lacking_in(mender: PageMender, key: bytes) -> list[Lacking]:
+    """Return the versions that a damaged leaf of by_seqno had itself; []: it is not damaged, or
+    nobody can tell. Raises StoreDamagedError.
+    """
+    bad = mender.bad_page(BY_SEQNO_TABLE, key)
+    return relist(mender, key, bad, {})[1] if bad is not None and bad.is_leaf else []
+
+
+def put_leaf(mender: PageMender, key: bytes, given: Given) -> str | None:
+    """Mend a leaf of by_seqno with versions from elsewhere; return how, "" if they do not prove
+    right or others are lacking; None: it is not damaged. Raises OSError, StoreDamagedError.
+    """
+    bad = mender.bad_page(BY_SEQNO_TABLE, key)
+    if bad is None or not bad.is_leaf:
+        return None
+    return f"{RELISTED}; {FROM_COPY}" if relist(mender, key, bad, given)[0] else ""
+
+
 def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> str:
     """Mend a block with versions from another copy; return how, "" if they do not prove right.
 
@@ -122,8 +142,8 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     StoreDamagedError.
     """
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
-    if place is None or place.number is None:
-        return ""
+    if place is None or place.number is None:  # a small block of a leaf that was mended
+        return FROM_COPY if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
     value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
     vb_id, first_seqno = BLOCK_KEY.unpack(key)
     try:
@@ -178,68 +198,25 @@ def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:
     return mender.put_rows(BY_KEY_TABLE, key, bad, rows)
 
 
+def _remember(mender: PageMender, table: str, key: bytes, bad: BadPage, kept: KeptRows) -> bool:
+    """Make a leaf again of the rows that are known by heart."""
+    rows = sorted(kept.get(table, {}).items())
+    own = [(at, row) for at, row in rows if bad.low <= at and (bad.high is None or at < bad.high)]
+    if any(len(row) > ROW_IN_LEAF_MAX for _, row in own):
+        return False
+    try:
+        is_known = bool(own) and mender.rows_counted(table) == len(rows)
+    except StoreDamagedError:
+        return False
+    return is_known and mender.put_rows(table, key, bad, own)
+
+
 def _relink(mender: PageMender, table: str, key: bytes, bad: BadPage) -> bool:
     """Rebuild a branch."""
     try:
         return mender.put_branch(table, key, bad)
     except StoreDamagedError:
         return False
-
-
-def _relist(mender: PageMender, key: bytes, bad: BadPage) -> bool:
-    """Rebuild a leaf of by_seqno, if all its blocks have pages of their own."""
-    try:
-        blocks = {each.key: (place, each) for place, each in _blocks_within(mender, bad)}
-        view = StoreView(mender)
-        records = view.partitions()
-        last = max(records, default=0) if bad.high is None else int.from_bytes(bad.high[:2], "big")
-        for vb_id in range(int.from_bytes(bad.low[:2], "big"), last + 1):
-            own = [block for each, (_, block) in sorted(blocks.items()) if block.vb_id == vb_id]
-            seqno, end = _ends_of(mender, vb_id, records.get(vb_id), bad)
-            for block in own:
-                if block.seqno_before != seqno:
-                    return False
-                seqno = block.last_seqno
-            if seqno != end:
-                return False
-    except StoreDamagedError:
-        return False
-    rows = [(each, place) for each, (place, _) in sorted(blocks.items())]
-    return mender.put_rows(BY_SEQNO_TABLE, key, bad, rows)
-
-
-def _ends_of(
-    mender: PageMender, vb_id: int, record: PartitionRecord | None, bad: BadPage
-) -> tuple[int, int]:
-    """Return where a partition's blocks outside of a leaf end before it, and where those that it
-    had end. Raises StoreDamagedError.
-    """
-    seqno, end = 0, 0 if record is None else record.last_seqno
-    if bad.low[:2] == vb_id.to_bytes(2, "big") and len(bad.low) == BLOCK_KEY.size:
-        below = block_key(vb_id, BLOCK_KEY.unpack(bad.low)[1] - 1)
-        before = mender.last_at_or_before(BY_SEQNO_TABLE, below)
-        if before is not None and before[0][:2] == bad.low[:2]:
-            seqno = Block(*before).last_seqno
-    if bad.high is not None and bad.high[:2] == vb_id.to_bytes(2, "big"):
-        behind = mender.first_at_or_after(BY_SEQNO_TABLE, bad.high)
-        if behind is not None and behind[0][:2] == bad.high[:2]:
-            end = Block(*behind).seqno_before
-    return seqno, end
-
-
-def _blocks_within(mender: PageMender, bad: BadPage) -> Iterator[tuple[LargePlace, Block]]:
-    """Yield the blocks with pages of their own whose keys a leaf of by_seqno had. Raises
-    StoreDamagedError.
-    """
-    first = int.from_bytes(bad.low[:2], "big")
-    last = NUM_VBUCKETS - 1 if bad.high is None else int.from_bytes(bad.high[:2], "big")
-    for number, value in mender.large_values():
-        size, first_seqno = described_in(value)
-        for vb_id in range(first, last + 1):
-            key = block_key(vb_id, first_seqno)
-            if key >= bad.low and (bad.high is None or key < bad.high):
-                with suppress(StoreDamagedError):
-                    yield LargePlace(number, size), Block(key, value[:size])
 
 
 class _UnknownKeysError(Exception):

@@ -22,6 +22,10 @@ Buffer: TypeAlias = bytes | memoryview
 """A value that was read. A memoryview is valid until the snapshot's next refresh() or close()."""
 
 
+KeptRows = dict[str, dict[bytes, bytes]]
+"""Table -> its rows."""
+
+
 class StoreDamagedError(Exception):
     """Stored data is damaged: it is not what was written. It must not be served."""
 

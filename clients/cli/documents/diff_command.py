@@ -41,7 +41,8 @@ EXIT_TROUBLE: Final = EXIT_USAGE
     help=help_text(
         "Compare two copies of the same documents: servers (HOST:PORT or context:NAME), the LMDB"
         " file of a mirror, a backup archive (a folder, or archive:URL), or a Spark table of"
-        " apply_changes (a folder). Of servers only what differs is read. It needs the role stream."
+        " apply_changes (a folder; table:FOLDER@TIME is one as of a cut that it has kept)."
+        " Of servers only what differs is read. It needs the role stream."
         " Exit codes as diff(1): 0 equal, 1 they differ, 2 trouble. Documents are equal if key, CAS"
         " and revision are.",
         "dcpctl diff 127.0.0.1:11210 127.0.0.1:11220",
@@ -167,6 +168,9 @@ def _table(path: str) -> Copy:
             f"{path} is a Spark table, and to read it the package {error.name} is missing",
             hint=install_hint("spark"),
         ) from error
+    folder, _, cut = path.rpartition("@")
+    if folder and cut.isdigit() and not Path(path).is_dir():
+        return TableCopy(folder, int(cut))
     return TableCopy(path)
 
 

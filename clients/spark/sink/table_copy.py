@@ -23,12 +23,14 @@ _COLUMNS: Final = ("vb", "key", "cas", "revision")
 
 
 class TableCopy(RowsCopy):
-    """A table, as of when it is opened. Only keys, CAS and revisions are read."""
+    """A table, as of when it is opened, or as of a cut that it has kept. Only keys, CAS and
+    revisions are read.
+    """
 
-    def __init__(self, path: str) -> None:
-        """Raises DcpdError."""
-        super().__init__(path, 0, _FORM)
-        rows = self._documents(Path(path))
+    def __init__(self, path: str, as_of: int | None = None) -> None:
+        """Raises DcpdError, also if the table has not kept the cut."""
+        super().__init__(path if as_of is None else f"{path}@{as_of}", 0, _FORM)
+        rows = self._documents(Path(path), as_of)
         has_collections = "collection" in rows.column_names
         self._only = None if has_collections else 0
         """The collection of all rows, which is the default one; None: each row says its own."""
@@ -43,13 +45,13 @@ class TableCopy(RowsCopy):
             }
         self.partitions_seen = 1 + (pc.max(rows["vb"]).as_py() or 0)
 
-    def _documents(self, path: Path) -> pa.Table:
+    def _documents(self, path: Path, as_of: int | None) -> pa.Table:
         if (path / "current" / "_delta_log").is_dir():
             from clients.spark.sink.delta import rows_of
 
-            rows = rows_of(str(path), "current", {})
+            rows = rows_of(str(path), "current", {}, as_of)
         else:
-            files = files_of(path.absolute(), "current")
+            files = files_of(path.absolute(), "current", as_of)
             if not files:
                 raise DcpdError(f"the table at {path} has no documents yet")
             rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])

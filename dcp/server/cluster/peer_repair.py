@@ -88,7 +88,7 @@ class PeerRepair:
                 entries = split_entries(answer.entries)
                 if await self._scrubbing.put_versions(row, entries, f"node {name}"):
                     return
-                why = f"the versions of node {name} are not what was here"
+                why = f"the versions of node {name} are not what was here, or not all"
             except LogDamagedError as error:
                 why = f"the answer of node {name} is not one of versions: {error}"
             except FAILURES as error:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -200,10 +200,15 @@ class Storage:
 
     @property
     def node(self) -> NodeRecord:
-        """The store's record of the node."""
+        """The store's record of the node. Raises StoreDamagedError."""
         node = self.store.node()
         assert node is not None, "a store that was started has a node"
         return node
+
+    @cached_property
+    def node_id(self) -> str:
+        """The node's id. It is read at the start: its page may be damaged later."""
+        return self.node.node_id
 
     def close(self, *, is_clean: bool) -> str:
         """Close everything; write the clean mark if the node stopped in order.

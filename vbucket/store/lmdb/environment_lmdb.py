@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +20,7 @@ import lmdb
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
     Buffer,
+    KeptRows,
     MapFullError,
     StoreDamagedError,
     StoreFailedError,
@@ -131,7 +132,10 @@ class LmdbWrite:
     the process. Single keys are read in a nested transaction, which can fail without this one.
     """
 
-    def __init__(self, env: Any, transaction: Any, tables: dict[str, Any], file: PageFile) -> None:
+    def __init__(
+        self, env: Any, transaction: Any, tables: dict[str, Any], file: PageFile,
+        kept: Container[str],
+    ) -> None:  # fmt: skip
         self._env = env
         self._transaction = transaction
         self._tables = tables
@@ -141,6 +145,9 @@ class LmdbWrite:
         """Table -> a key at or above all of its keys."""
         self._pages: PageReader | None = None
         self._why_lost = ""
+        self._kept = kept
+        self.written: list[tuple[str, bytes, bytes | None]] = []
+        """What was written in the tables `kept`, in order: table, key, value (None: deleted)."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
@@ -225,6 +232,8 @@ class LmdbWrite:
         if key > self._ends.get(table, key):
             self._ends[table] = key
         self._check_before_write(table, [key])
+        if table in self._kept:
+            self.written.append((table, key, value))
         try:
             self._transaction.put(key, value, db=self._tables[table])
         except _DAMAGE as error:
@@ -265,6 +274,8 @@ class LmdbWrite:
     def delete(self, table: str, key: bytes) -> bool:
         """See KvWrite."""
         self._check_before_write(table, [key])
+        if table in self._kept:
+            self.written.append((table, key, None))
         try:
             return bool(self._transaction.delete(key, db=self._tables[table]))
         except _DAMAGE as error:
@@ -347,6 +358,7 @@ class LmdbEnv:
                 }
             self._file = PageFile(folder)
             self._sums = SumsWriter(folder)
+            self._kept: KeptRows = {}
             # If there is no room, the first write tries it again.
             with self._env.begin(write=True), suppress(OSError, StoreFailedError):
                 self._catch_up()
@@ -375,12 +387,16 @@ class LmdbEnv:
             before = self._catch_up()
         except OSError as error:
             raise self._sums_failed(error) from error
+        is_to_commit = False
         try:
             with self._env.begin(write=True) as transaction:
-                write = LmdbWrite(self._env, transaction, self._tables, self._file)
+                write = LmdbWrite(self._env, transaction, self._tables, self._file, self._kept)
                 yield write
                 if write.why_lost:
                     raise WriteLostError(write.why_lost)
+                is_to_commit = True
+            is_to_commit = False
+            self._keep(write.written)
             after = self._file.newest()
             if after.transaction != before.transaction:
                 with suppress(OSError, StoreFailedError):  # it is committed; the next write tells
@@ -405,6 +421,27 @@ class LmdbEnv:
                 f"{self._folder}: the store's transaction failed: {error}; the log still has all "
                 "changes. Check the disk, then start again"
             ) from error
+        finally:
+            if is_to_commit:  # nobody knows what is there
+                self._kept.clear()
+
+    def keep_rows(self, tables: Sequence[str]) -> KeptRows:
+        """Keep the rows of small tables in memory, as of each commit from now on, and return them.
+        If a page of theirs is damaged now, there are none.
+        """
+        with suppress(StoreDamagedError):
+            reader = self._file.reader(self._file.newest())
+            for table in tables:
+                rows = reader.range(table, b"\0")
+                self._kept[table] = {key: bytes(value) for key, value in rows}
+        return self._kept
+
+    def _keep(self, written: list[tuple[str, bytes, bytes | None]]) -> None:
+        for table, key, value in written:
+            if value is None:
+                self._kept[table].pop(key, None)
+            else:
+                self._kept[table][key] = value
 
     def _catch_up(self) -> Meta:
         """Write the checksums that the last commit left out, if any; return the newest state.

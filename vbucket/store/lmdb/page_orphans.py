@@ -61,7 +61,7 @@ class OrphanScan(PageScan):
         }
         nested = {child for page in lost.values() for child in page.children}
         counts = [sum(page.kind == kind for page in lost.values()) for kind in (BRANCH, LEAF)]
-        if [len(branches) + counts[0], len(leaves) + counts[1]] != self._counted(table):
+        if (len(branches) + counts[0], len(leaves) + counts[1]) != self._counted(table)[:2]:
             return []
         top = [number for number in lost if number not in nested]
         if len({lost[number].kind for number in top}) != 1:
@@ -94,14 +94,19 @@ class OrphanScan(PageScan):
             level = {child for page in pages for child in page.children}
         return branches, level
 
-    def _counted(self, table: str) -> list[int]:
-        """Return how many branches and leaves a table has, as its record says."""
+    def rows_counted(self, table: str) -> int:
+        """Return how many rows a table has, as its record says. Raises StoreDamagedError."""
+        return self._counted(table)[2]
+
+    def _counted(self, table: str) -> tuple[int, int, int]:
+        """Return how many branches, leaves and rows a table has, as its record says."""
         for number, page, _, _ in self._leaves(MAIN_TABLE, b"", None):
             for key, (place, _, _) in zip(page.keys, page.nodes, strict=True):
                 if key == table.encode():
                     raw = self._page_of(MAIN_TABLE, key, number, 1)
-                    return [*TREE_RECORD.unpack_from(raw, place)[3:5]]
-        return []
+                    _, _, _, branches, leaves, _, rows, _ = TREE_RECORD.unpack_from(raw, place)
+                    return branches, leaves, rows
+        raise StoreDamagedError(f"the store has no table {table}")
 
     def _unused(self, used: set[int]) -> dict[int, int]:
         """Return the pages that are neither used nor free and are what was written last: page ->

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.check.finding import Kind
-from vbucket.check.mend import mend, put_versions
+from vbucket.check.mend import lacking_in, mend, put_leaf, put_versions
 from vbucket.check.scrub import (
     AREAS,
     LOG_AREA,
@@ -30,14 +30,17 @@ from vbucket.check.scrub import (
 )
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.segment_files import read_segment, segment_name, segments_in
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.records import BY_SEQNO_TABLE
 
 PIECE_S: Final = 0.01
 """How long a piece takes at most, but for one leaf or one segment's bytes."""
 PIECE_BYTES: Final = 1 << 20
+GIVEN_MAX: Final = 100
+"""Small blocks of damaged leaves that wait for the others of their leaf."""
 ROUNDS_MAX: Final = 64
 """So often one place is read again after something there was mended."""
 _STORE_FILE: Final = "store/data.mdb"
@@ -60,12 +63,16 @@ class ScrubReport(NamedTuple):
 class ScrubWork:
     """See the module."""
 
-    def __init__(self, data_path: Path) -> None:
+    def __init__(self, data_path: Path, kept: KeptRows | None = None) -> None:
+        """`kept`: rows of tables as of the last commit."""
         self._data_path = data_path
+        self._kept = kept or {}
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
         self._met: list[Damage] = []
         """What was met since the last report, mended or not."""
+        self._given: dict[bytes, list[bytes]] = {}
+        """Versions from elsewhere that wait for others of the same leaf, by their key."""
         self._rounds = 0
         """How often the piece at the same place was read again after something was mended."""
 
@@ -134,8 +141,17 @@ class ScrubWork:
         with suppress(StoreDamagedError, OSError):
             if self._file is None:
                 self._file = PageFile(store_path(self._data_path))
+            key, entries = request["key"], request["entries"]
+            if len(self._given) >= GIVEN_MAX:
+                self._given.clear()
             with PageMender(self._file) as mender:
-                return put_versions(mender, request["key"], request["entries"])
+                how = put_leaf(mender, key, {**self._given, key: entries})
+                if how is None:
+                    return put_versions(mender, key, entries)
+                self._given[key] = entries
+                if how:
+                    self._given.clear()
+                return how
         return ""
 
     def _mended(self, damages: list[Damage]) -> list[Damage]:
@@ -149,7 +165,10 @@ class ScrubWork:
             with suppress(StoreDamagedError, OSError):
                 if damage.table:
                     with PageMender(self._file) as mender:
-                        how = mend(mender, damage.table, damage.key)
+                        how = mend(mender, damage.table, damage.key, self._kept)
+                        if not how and damage.table == BY_SEQNO_TABLE:
+                            done += _parts(mender, damage)
+                            continue
             done.append(damage._replace(mended=how))
         return done
 
@@ -186,3 +205,18 @@ class ScrubWork:
             except FileNotFoundError:  # a segment was merged meanwhile
                 continue
         return size_bytes
+
+
+def _parts(mender: PageMender, damage: Damage) -> list[Damage]:
+    """Return what other copies can give for a damaged leaf of by_seqno: each part is a damage of
+    its own. Without such parts it is the damage itself. Raises StoreDamagedError.
+    """
+    parts = [
+        damage._replace(
+            kind=str(Kind.BLOCK), vb_id=int.from_bytes(each.key[:2], "big"),
+            where=f"partition {int.from_bytes(each.key[:2], 'big')}, table {BY_SEQNO_TABLE}",
+            seqnos=[each.first_seqno, each.last_seqno], key=each.key,
+        )
+        for each in lacking_in(mender, damage.key)
+    ]  # fmt: skip
+    return parts or [damage]

@@ -55,6 +55,7 @@ from vbucket.log.record import LogDamagedError
 from vbucket.log.segment_files import read_segment
 from vbucket.store.block import BlockDamagedError
 from vbucket.store.environment import (
+    KeptRows,
     KvEnv,
     MapFullError,
     StoreDamagedError,
@@ -64,7 +65,7 @@ from vbucket.store.environment import (
 )
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
-from vbucket.store.records import BY_SEQNO_TABLE, TABLES, put_failover
+from vbucket.store.records import BY_SEQNO_TABLE, FAILOVER_TABLE, STATE_TABLE, TABLES, put_failover
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
 from vbucket.upkeep.merge import SLICE_PAGES, MergeReport, merge
@@ -380,6 +381,7 @@ class StoreWork:
         rests: Rests | None = None,
         *,
         slice_pages: int = SLICE_PAGES,
+        kept: KeptRows | None = None,
     ) -> None:
         self._env = env
         self._log_folder = log_folder
@@ -389,7 +391,7 @@ class StoreWork:
         self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
-        self._scrub = ScrubWork(log_folder.parent)
+        self._scrub = ScrubWork(log_folder.parent, kept)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request and return the reply; an error of `_ERRORS` becomes a reply.
@@ -523,7 +525,10 @@ def main(arguments: list[str]) -> None:
         return
     packets, rests = Packets(), Rests()
     log_folder = log_path(data_path)
-    work = StoreWork(env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages)
+    work = StoreWork(
+        env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages,
+        kept=env.keep_rows((STATE_TABLE, FAILOVER_TABLE)),
+    )  # fmt: skip
     _serve(work.handle, packets, rests)
     env.close()
 

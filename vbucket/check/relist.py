@@ -1,0 +1,168 @@
+"""Makes a leaf of by_seqno, the list of a partition's blocks, again.
+
+    blocks with pages of their own    are still in the file: each follows the one before
+    small blocks                      stood in the leaf itself: what is missing between the others
+                                      is made of versions of another copy, or of a backup
+
+Who calls it: `vbucket.check.mend`, and the store process for what came from elsewhere.
+
+Invariants
+- the blocks of each partition follow each other without a gap, up to the end that its record says;
+- of a partition that got versions from elsewhere there are as many as its record counts, and none
+  contradicts the record of its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from vbucket.model.entry import key_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.key_record import checked_meta
+from vbucket.store.lmdb.page_mend import BadPage, LargePlace, PageMender
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
+from vbucket.store.store import StoreView
+
+RELISTED: Final = "its blocks were found again, each following the one before"
+_WHOLE: Final = 1 << 62
+ROW_IN_LEAF_MAX: Final = 2020
+"""Bytes of a value that LMDB keeps in a leaf, in pages of 4 KiB."""
+
+Given = Mapping[bytes, Sequence[bytes]]
+"""Key of a `Lacking` -> the versions that came from elsewhere for it."""
+
+
+class Lacking(NamedTuple):
+    """Versions that a leaf had itself."""
+
+    key: bytes
+    """Of the block that they were in, at the earliest."""
+    first_seqno: int
+    last_seqno: int
+
+
+def relist(
+    mender: PageMender, key: bytes, bad: BadPage, given: Given
+) -> tuple[bool, list[Lacking]]:
+    """Make a leaf of by_seqno again; return whether that is done, and what it takes if not."""
+    try:
+        found = _rows(mender, bad, given)
+    except (StoreDamagedError, ValueError):
+        return False, []
+    lacking = [each for each in found if isinstance(each, Lacking)]
+    if lacking:
+        return False, lacking
+    rows = [each for each in found if not isinstance(each, Lacking)]
+    are_within = all(bad.low <= at and (bad.high is None or at < bad.high) for at, _ in rows)
+    return are_within and mender.put_rows(BY_SEQNO_TABLE, key, bad, rows), []
+
+
+def _rows(
+    mender: PageMender, bad: BadPage, given: Given
+) -> list[tuple[bytes, bytes | LargePlace] | Lacking]:
+    """Return the rows of a leaf, and what is missing between them. Raises StoreDamagedError,
+    ValueError if what was given cannot be what was there.
+    """
+    large = {block.key: (place, block) for place, block in _blocks_within(mender, bad)}
+    records = StoreView(mender).partitions()
+    last = max(records, default=0) if bad.high is None else int.from_bytes(bad.high[:2], "big")
+    rows: list[tuple[bytes, bytes | LargePlace] | Lacking] = []
+    for vb_id in range(int.from_bytes(bad.low[:2], "big"), last + 1):
+        record = records.get(vb_id)
+        seqno, end = _ends_of(mender, vb_id, record, bad)
+        own = sorted(each for each in large if each[:2] == vb_id.to_bytes(2, "big"))
+        versions, is_given = 0, False
+        for at in [*own, None]:
+            before = end if at is None else large[at][1].seqno_before
+            if before < seqno:
+                raise ValueError("the blocks do not follow each other")
+            if before > seqno:
+                lacking = Lacking(max(block_key(vb_id, seqno + 1), bad.low), seqno + 1, before)
+                made = _made(mender, vb_id, seqno, before, given.get(lacking.key))
+                rows += made or [lacking]
+                is_given |= bool(made)
+                versions += sum(len(Block(*each).seqnos) for each in made)
+            if at is not None:
+                rows.append((at, large[at][0]))
+                versions += len(large[at][1].seqnos)
+                seqno = large[at][1].last_seqno
+        if is_given and record is not None:
+            versions += _versions_elsewhere(mender, vb_id, bad)
+            if versions != record.versions:
+                raise ValueError(f"there are {versions} versions, not {record.versions}")
+    return rows
+
+
+def _made(
+    mender: PageMender, vb_id: int, seqno_before: int, last_seqno: int,
+    entries: Sequence[bytes] | None,
+) -> list[tuple[bytes, bytes]]:  # fmt: skip
+    """Return the block of versions from elsewhere; []: there are none, or they do not prove right.
+    Raises StoreDamagedError, ValueError.
+    """
+    if not entries or seqno_of(entries[-1]) != last_seqno:
+        return []
+    view = StoreView(mender)
+    for entry in entries:
+        meta = view.meta(vb_id, key_of(entry))
+        row_key = vb_id.to_bytes(2, "big") + key_of(entry)
+        row = mender.get(BY_KEY_TABLE, row_key)
+        if meta is None or row is None:
+            continue  # a deletion that was purged
+        newest = checked_meta(row_key, bytes(row))
+        if newest.seqno < seqno_of(entry) or (
+            newest.seqno == seqno_of(entry) and newest.cas != int.from_bytes(entry[28:36], "big")
+        ):
+            raise ValueError("a version contradicts the record of its key")
+    made = build_blocks(vb_id, entries, seqno_before=seqno_before, body_bytes_target=_WHOLE)
+    return made if all(len(value) <= ROW_IN_LEAF_MAX for _, value in made) else []
+
+
+def _ends_of(
+    mender: PageMender, vb_id: int, record: PartitionRecord | None, bad: BadPage
+) -> tuple[int, int]:
+    """Return where a partition's blocks outside of a leaf end before it, and where those that it
+    had end. Raises StoreDamagedError.
+    """
+    prefix = vb_id.to_bytes(2, "big")
+    seqno, end = 0, 0 if record is None else record.last_seqno
+    if bad.low[:2] == prefix and len(bad.low) == BLOCK_KEY.size:
+        below = block_key(vb_id, BLOCK_KEY.unpack(bad.low)[1] - 1)
+        before = mender.last_at_or_before(BY_SEQNO_TABLE, below)
+        if before is not None and before[0][:2] == prefix:
+            seqno = Block(*before).last_seqno
+    if bad.high is not None and bad.high[:2] == prefix:
+        behind = mender.first_at_or_after(BY_SEQNO_TABLE, bad.high)
+        if behind is not None and behind[0][:2] == prefix:
+            end = Block(*behind).seqno_before
+    return seqno, end
+
+
+def _versions_elsewhere(mender: PageMender, vb_id: int, bad: BadPage) -> int:
+    """Count a partition's versions on other leaves. Raises StoreDamagedError."""
+    first, stop = vb_id.to_bytes(2, "big"), (vb_id + 1).to_bytes(2, "big")
+    count = 0
+    for start, end in ((first, min(bad.low, stop)), (bad.high, stop)):
+        if start is not None and start < end:
+            rows = mender.range(BY_SEQNO_TABLE, max(start, first), end)
+            count += sum(len(Block(*row).seqnos) for row in rows)
+    return count
+
+
+def _blocks_within(mender: PageMender, bad: BadPage) -> Iterator[tuple[LargePlace, Block]]:
+    """Yield the blocks with pages of their own whose keys a leaf of by_seqno had. Raises
+    StoreDamagedError.
+    """
+    first = int.from_bytes(bad.low[:2], "big")
+    last = NUM_VBUCKETS - 1 if bad.high is None else int.from_bytes(bad.high[:2], "big")
+    for number, value in mender.large_values():
+        size, first_seqno = described_in(value)
+        for vb_id in range(first, last + 1):
+            key = block_key(vb_id, first_seqno)
+            if key >= bad.low and (bad.high is None or key < bad.high):
+                with suppress(StoreDamagedError):
+                    yield LargePlace(number, size), Block(key, value[:size])
