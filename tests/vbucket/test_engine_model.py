@@ -364,7 +364,7 @@ class EngineMachine(RuleBasedStateMachine):
         at, epoch = max(seqno, log.current.seqno), history.epoch
         for more_seqnos, more_epochs in versions:
             at, epoch = at + more_seqnos, epoch + more_epochs
-            log = log.branch(self.node.draw_uuid(), at, epoch)
+            log = log.branch(self.node.engine.keyspace.draw_vb_uuid(), at, epoch)
         epoch += epochs
         is_cut = seqno < len(history.versions)
         adopt_failover_log(

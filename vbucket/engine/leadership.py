@@ -52,7 +52,7 @@ def begin_version(engine: Engine, vb_id: int, epoch: int) -> Branch:
     _check_epoch(engine, vb_id, epoch)
     part = engine.partitions[vb_id]
     if part.leader_epoch == 0 == part.high_seqno and len(part.failover.entries) == 1:
-        log = FailoverLog.create(engine.keyspace.draw_uuid(), epoch)
+        log = FailoverLog.create(engine.keyspace.draw_vb_uuid(), epoch)
         engine.keyspace.replace_history(part, log, epoch, rollback_to=None)
         return Branch(vb_id, log, 0, 0, 0)
     return engine.keyspace.branch(vb_id, engine.partitions[vb_id].high_seqno, epoch)

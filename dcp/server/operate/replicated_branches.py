@@ -48,7 +48,7 @@ class ReplicatedBranches:
 
         Raises BranchRefusedError if nothing was changed, BranchUnknownError.
         """
-        vb_uuid = self._engine.keyspace.draw_uuid()
+        vb_uuid = self._engine.keyspace.draw_vb_uuid()
         self._master.want_branch(vb_id, at_seqno, vb_uuid)
         decided = asyncio.get_running_loop().create_future()
         self._asked[vb_uuid] = decided

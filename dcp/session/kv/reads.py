@@ -149,7 +149,7 @@ class DocumentReadCommands:
         self._state.observes_manifest()
         if collection_id not in engine.keyspace.manifest.collections:
             raise UnknownNameError(Status.UNKNOWN_COLLECTION)
-        drawn, count = engine.keyspace.draw_uuid(), engine.num_vbuckets
+        drawn, count = engine.keyspace.draw_vb_uuid(), engine.num_vbuckets
         left = WALK_KEYS_MAX
         for step in range(count):
             part = engine.partitions[(drawn + step) % count]
