@@ -93,6 +93,7 @@ async def measure(
     figures: dict[str, Any] = {"documents": documents, "part": part}
     await load(server, documents, value_bytes)
     figures["whole stream"] = await followed(server, path)
+    figures["opened again"] = await followed(server, path)
     figures["equal: diff"] = await compared(server, path)
     lose_place(path)
     figures["equal: resync"] = await followed(server, path)

@@ -181,8 +181,7 @@ class CheckpointError(DcpdError):
 
 class EpochGoneError(DcpdError):
     """A member of a group has an older epoch than who has its partitions now. Whoever stores
-    positions raises it; `GroupMember.deliveries` waits for the next share where `begin` does, and
-    after `GroupMember.refused`.
+    positions raises it, and `GroupMember.run` waits for the next share.
     """
 
 

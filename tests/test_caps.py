@@ -48,6 +48,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "rollback on demand in a cluster": Feature(1, 390),
     "a cluster for each test": Feature(1, 270),
     "streams from copies that are not masters": Feature(1, 340),
+    "purges wait for streams that copies serve": Feature(0, 260),
     "cuts between nodes, a demo that is controlled over HTTP": Feature(1, 310),
     "collections are answered when all nodes have written them": Feature(0, 110),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
@@ -76,7 +77,9 @@ FEATURES: Final[dict[str, Feature]] = {
     "consistent cuts of clusters": Feature(8, 1010),
     "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
+    "a mirror's file keeps hashes": Feature(0, 140),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
+    "branches and lists of blocks are found again": Feature(1, 270),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""

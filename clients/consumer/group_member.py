@@ -1,8 +1,7 @@
 """A member of a living group: members join and leave by themselves, and share the partitions.
 
     async with GroupMember("127.0.0.1:11210", "billing") as member:
-        async for share, delivery in member.deliveries(begin):
-            ...
+        await member.run(begin, take)
 
 The server has the group's members and its epoch. A member beats; one that dies is taken out when
 its lease ends, and the others take its partitions over. With each change of the members an epoch
@@ -10,9 +9,9 @@ begins, and every member begins again with its share of the partitions.
 
 A member that stands still may not know yet that its epoch is gone. So `begin(share)` fences: it
 marks the share's partitions with the epoch where the effects are stored, in the transaction that
-reads their positions, and a later transaction of an older epoch must not go through
-(docs/consumers.md#groups-that-live). A member whose transaction was refused says so (`refused`):
-what follows of that share would leave a gap in the partitions that it keeps.
+reads their positions, and `take(share, delivery)` must not go through with an older epoch than
+theirs (docs/consumers.md#groups-that-live). Nothing of a share follows one that was refused: that
+would leave a gap in the partitions that the member keeps.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Final, NamedTuple
 
@@ -58,6 +57,7 @@ class Share(NamedTuple):
 
 
 Begin = Callable[[Share], Awaitable[Mapping[int, Position]] | Mapping[int, Position]]
+Take = Callable[[Share, Delivery], Awaitable[None] | None]
 
 
 class GroupMember:
@@ -79,7 +79,6 @@ class GroupMember:
         """Its own name in the group."""
         self.share: Share | None = None
         """None: it does not know, because the server has not answered for a lease."""
-        self._refused: Share | None = None
         self._changed = asyncio.Event()
         """Replaced with each change of the share."""
         self._kv: KvClient | None = None
@@ -114,14 +113,15 @@ class GroupMember:
             _log.warning("the group was not told that a member leaves: %s", failure)
         await self._kv.close()
 
-    async def deliveries(self, begin: Begin) -> AsyncIterator[tuple[Share, Delivery]]:
-        """Yield batches with the positions to store together with their effects, and the share that
-        they are of.
+    async def run(self, begin: Begin, take: Take) -> None:
+        """Follow the member's share for ever; with `until_now`, to its end. Both functions may be
+        async, and raise EpochGoneError if a later epoch has one of the share's partitions: the next
+        share is waited for then.
 
-        `begin(share)`, plain or async, is called first with each share: it fences older epochs,
-        and returns the stored positions. If a later epoch has fenced this one, it raises
-        EpochGoneError, and the next share is waited for. While a partition of the share has no
-        master, the member tries again, `begin` too; with `give_up_after_s` for that long.
+        `begin(share)` is called first with each share: it fences older epochs, and returns the
+        stored positions. `take(share, delivery)` stores effects and positions together. While a
+        partition of the share has no master, the member tries again, `begin` too; with
+        `give_up_after_s` for that long.
         """
         failing_since_s: float | None = None
         while True:
@@ -149,19 +149,17 @@ class GroupMember:
                     await asyncio.wait_for(changed.wait(), REOPEN_S)
                 continue
             failing_since_s = None
-            async with consumer:
-                async for delivery in _until(changed, consumer.deliveries()):
-                    yield share, delivery
-                    if self._refused == share:
-                        await changed.wait()
+            try:
+                async with consumer, aclosing(_until(changed, consumer.deliveries())) as coming:
+                    async for delivery in coming:
+                        taken = take(share, delivery)
+                        if inspect.isawaitable(taken):
+                            await taken
+            except EpochGoneError as error:
+                _log.info("nothing more of the group's epoch %d is taken: %s", share.epoch, error)
+                await changed.wait()
             if not changed.is_set():
                 return  # with until_now
-
-    def refused(self, share: Share) -> None:
-        """A transaction of this share was refused, because a later epoch has one of its partitions.
-        Nothing more of it comes; the next share begins where the effects are.
-        """
-        self._refused = share
 
     async def _beat_always(self) -> None:
         heard_s = time.monotonic()
@@ -195,7 +193,7 @@ class GroupMember:
 
 async def _until(
     changed: asyncio.Event, source: AsyncIterator[Delivery]
-) -> AsyncIterator[Delivery]:
+) -> AsyncGenerator[Delivery]:
     """Yield what comes until the event is set."""
     ends = asyncio.ensure_future(changed.wait())
     coming: asyncio.Future[Delivery] | None = None

@@ -2,8 +2,8 @@
 
     hash of each partition -> its buckets -> keys and versions of the buckets that differ
 
-A `Copy` is one side: a server (`clients.kv.hash_reads`), or rows that are read here (`RowsCopy`): a
-mirror's file, an archive. `docs/diff.md` says what is promised.
+A `Copy` is one side: a server (`clients.kv.hash_reads`), a mirror's file, or rows that are read
+here (`RowsCopy`): an archive, a table. `docs/diff.md` says what is promised.
 
 Invariant: of a partition whose hashes are equal nothing else is read.
 """
@@ -32,6 +32,8 @@ _U64_BYTES: Final = 8
 
 Wanted = Mapping[int, tuple[int, bytes]]
 """Partition -> bits, and a byte for each of 2^bits buckets: 1 if it is wanted."""
+Known = Mapping[int, Sequence[KeyVersion]]
+"""Partition -> keys and versions."""
 
 
 class NotComparableError(DcpdError):
@@ -68,6 +70,8 @@ class Copy(ABC):
     partitions_seen = 0
     """It has at least so many."""
 
+    looks_up = False
+    """Whether it costs less to look up keys that the other side has than to find a bucket's."""
     received_bytes = 0
     """How many bytes were sent for the comparison."""
 
@@ -93,8 +97,10 @@ class Copy(ABC):
         """Close what is open."""
 
     @abstractmethod
-    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
-        """Return the keys and versions in some buckets of partitions."""
+    async def versions(self, wanted: Wanted, known: Known) -> dict[int, list[KeyVersion]]:
+        """Return the keys and versions in some buckets of partitions. `known`: what the other side
+        has there, if that was read first.
+        """
 
 
 class RowsCopy(Copy):
@@ -114,20 +120,26 @@ class RowsCopy(Copy):
         found = {}
         for vb_id in vb_ids:
             rows = self.rows(vb_id)
-            if rows and vbucket_of(version_of(rows[0], self.form).key, self.num_vbuckets) != vb_id:
-                raise _other_number(
-                    f"the keys of {self.name} are not those of {self.num_vbuckets} partitions"
-                )
+            if rows:
+                check_partition(self, vb_id, version_of(rows[0], self.form).key)
             found[vb_id] = hashes_of(rows, self.form)
         return found
 
-    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
+    async def versions(self, wanted: Wanted, known: Known) -> dict[int, list[KeyVersion]]:  # noqa: ARG002
         """See Copy."""
         found = {}
         for vb_id, (bits, buckets) in wanted.items():
             rows = rows_of_buckets(self.rows(vb_id), self.form, bits, buckets)
             found[vb_id] = [version_of(row, self.form) for row in rows]
         return found
+
+
+def check_partition(copy: Copy, vb_id: int, key: bytes) -> None:
+    """Check that a key belongs to the partition that has it. Raises NotComparableError."""
+    if vbucket_of(key, copy.num_vbuckets) != vb_id:
+        raise _other_number(
+            f"the keys of {copy.name} are not those of {copy.num_vbuckets} partitions"
+        )
 
 
 def hashes_of(rows: list[Row], form: RowForm) -> KeyHashes:
@@ -199,7 +211,10 @@ async def differences(first: Copy, second: Copy) -> AsyncIterator[list[Differenc
         buckets = {vb_id: buckets_to_read(one[vb_id], two[vb_id]) for vb_id in vb_ids}
         wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
         if wanted:
-            ours, theirs = await first.versions(wanted), await second.versions(wanted)
+            last = first if first.looks_up else second
+            told = await (second if first.looks_up else first).versions(wanted, {})
+            looked_up = await last.versions(wanted, told)
+            ours, theirs = (looked_up, told) if last is first else (told, looked_up)
             for vb_id in wanted:
                 yield compared(vb_id, ours[vb_id], theirs[vb_id])
 

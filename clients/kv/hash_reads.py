@@ -25,7 +25,7 @@ from clients.errors import (
     error_from_status,
 )
 from clients.kv.call import RETRY_STATUSES
-from clients.kv.differences import PARTITIONS_AT_ONCE, Copy, Wanted
+from clients.kv.differences import PARTITIONS_AT_ONCE, Copy, Known, Wanted
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterMap, ClusterNode, Place
@@ -141,7 +141,7 @@ class HashReader(Copy):
             found.update({vb_id: level.hashes for vb_id, level in levels.items()})
         return found
 
-    async def versions(self, wanted: Wanted) -> dict[int, list[KeyVersion]]:
+    async def versions(self, wanted: Wanted, known: Known) -> dict[int, list[KeyVersion]]:  # noqa: ARG002
         """See Copy."""
         return {vb_id: keys.versions for vb_id, keys in (await self.keys(wanted)).items()}
 

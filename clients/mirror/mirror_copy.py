@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from clients.errors import CheckpointError
-from clients.kv.differences import NotComparableError, RowsCopy
+from clients.kv.differences import (
+    Copy,
+    Known,
+    NotComparableError,
+    Wanted,
+    check_partition,
+    version_of,
+)
 from clients.mirror.lmdb_mirror import LmdbStore
-from clients.mirror.mirror_state import ROW_FORM
-from vbucket.native.key_hashes import Row
+from clients.mirror.mirror_state import ROW_FORM, rows_within
+from dcp.wire.hash_reads import KeyVersion
+from vbucket.native.key_hashes import KeyHashes
 
 
-class MirrorCopy(RowsCopy):
+class MirrorCopy(Copy):
     """A mirror's file, which nobody follows meanwhile. Close it when done."""
+
+    looks_up = True
 
     def __init__(self, path: str) -> None:
         """Raises CheckpointError, NotComparableError for a mirror of some prefixes."""
-        super().__init__(path, 0, ROW_FORM)
+        self.name, self.num_vbuckets = path, 0
         if not Path(path).is_file():
             raise CheckpointError(f"{path}: there is no such file", hint="Name a mirror's file.")
         self._store = LmdbStore(path)
@@ -46,6 +57,23 @@ class MirrorCopy(RowsCopy):
         """Close the file."""
         self._store.close()
 
-    def rows(self, vb_id: int) -> list[Row]:
-        """See RowsCopy."""
-        return self._store.rows(vb_id)
+    async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:  # noqa: ARG002
+        """See Copy. The file has them."""
+        found = {}
+        for vb_id in vb_ids:
+            table = found[vb_id] = self._store.hashes(vb_id)
+            if table.documents:
+                check_partition(self, vb_id, self._store.first_key(vb_id))
+        return found
+
+    async def versions(self, wanted: Wanted, known: Known) -> dict[int, list[KeyVersion]]:
+        """See Copy."""
+        return {
+            vb_id: [
+                version_of(row, ROW_FORM)
+                for row in rows_within(
+                    self._store, vb_id, *each, [version.key for version in known.get(vb_id, ())]
+                )
+            ]
+            for vb_id, each in wanted.items()
+        }

@@ -28,14 +28,13 @@ from clients.kv.differences import (
     PARTITIONS_AT_ONCE,
     buckets_to_read,
     compared,
-    hashes_of,
     version_of,
 )
 from clients.kv.hash_reads import HashReader
-from clients.mirror.mirror_state import ROW, ROW_FORM, MirrorStore, Taken
+from clients.mirror.mirror_state import ROW, ROW_FORM, MirrorStore, Taken, rows_within
 from clients.position import Filter, Position
 from dcp.wire.hash_reads import KeyVersion
-from vbucket.native.key_hashes import BITS_MAX, rows_of_buckets
+from vbucket.native.key_hashes import BITS_MAX
 
 AHEAD_S: Final = 10.0
 """How long hashes are used that were read ahead."""
@@ -107,9 +106,8 @@ class Resync:
     ) -> dict[int, Taken]:
         """Compare partitions. One whose history branches meanwhile is missing."""
         levels = await reader.levels(vb_ids, BITS_MAX)
-        held = {vb_id: store.rows(vb_id) for vb_id in vb_ids}
         buckets = {
-            vb_id: buckets_to_read(hashes_of(held[vb_id], ROW_FORM), level.hashes)
+            vb_id: buckets_to_read(store.hashes(vb_id), level.hashes)
             for vb_id, level in levels.items()
         }
         wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
@@ -117,8 +115,9 @@ class Resync:
         lacking: dict[int, dict[int, KeyVersion]] = {}
         rows: dict[int, dict[bytes, bytes | None]] = {vb_id: {} for vb_id in vb_ids}
         for vb_id, found in wanted.items():
-            some = rows_of_buckets(held[vb_id], ROW_FORM, *found)
-            mine = [version_of(row, ROW_FORM) for row in some]
+            theirs = [version.key for version in keys[vb_id].versions]
+            rows_held = rows_within(store, vb_id, *found, theirs)
+            mine = [version_of(row, ROW_FORM) for row in rows_held]
             unlike = compared(vb_id, mine, keys[vb_id].versions)
             rows[vb_id] = {each.key: None for each in unlike if each.second is None}
             lacking[vb_id] = {each.second.seqno: each.second for each in unlike if each.second}

@@ -24,18 +24,25 @@ same step. Later snapshots begin under the new floor.
   replaced at or below the floor is not the newest as of E, so the snapshot leaves it out anyway;
 - a history snapshot needs every version from its next one on: history_floor <= next_seqno;
 - deletions that are still to be sent stay, unless the client held nothing before the snapshot.
+
+Streams that replicas serve count as well: their nodes say how far these are (`RemoteReader`). What
+a master has given up before it heard of one, the replica takes over later
+(`LateFloors`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
+from dcp.stream.remote_readers import RemoteReader
+from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
 from vbucket.engine.keeps import Share, purge_max
-from vbucket.engine.partition import Partition
+from vbucket.engine.leadership import adopt_floors, check_floors
+from vbucket.engine.partition import Partition, VbState
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Floors
@@ -48,6 +55,12 @@ class _Raised(NamedTuple):
     group: int
     vb_uuid: int
     floors: Floors
+
+
+PIN_LIMIT_S: Final = 300.0
+"""How long a stream may stand still in a snapshot while compaction waits for it."""
+Reader = ActiveStream | RemoteReader
+"""Who may hold floors back."""
 
 
 class FloorCycle:
@@ -66,7 +79,7 @@ class FloorCycle:
 
     def advance(
         self, step: FloorStep, now_ns: int, *, is_repeated: bool = False
-    ) -> tuple[ActiveStream, ...]:
+    ) -> tuple[Reader, ...]:
         """Raise a floor as far as allowed; return the streams that hold it back.
 
         A purge does not pass what the partition keeps for consumers by now (`now_ns`, Unix time):
@@ -87,7 +100,7 @@ class FloorCycle:
                 return ()  # nobody knows what it keeps
             if kept is not None and kept < step.purge:
                 step = step._replace(purge=max(kept, part.purge_seqno))
-        may: Allowed = allowed(part, step.floor, step.purge, self._hub.reading(step.vb_id))
+        may: Allowed = allowed(part, step.floor, step.purge, _readers_of(self._hub, step.vb_id))
         floors = Floors(*keyspace.raise_floor(step.vb_id, may.floor, may.purge))
         if floors != before or not is_repeated:
             self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
@@ -124,7 +137,7 @@ class Allowed(NamedTuple):
 
     floor: int
     purge: int
-    blockers: tuple[ActiveStream, ...]
+    blockers: tuple[Reader, ...]
 
 
 def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
@@ -138,20 +151,105 @@ def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
     return part.vb_uuid == vb_uuid and max(floor, part.history_floor) <= part.merged_seqno
 
 
-def allowed(part: Partition, floor: int, purge: int, streams: Iterable[ActiveStream]) -> Allowed:
+def allowed(part: Partition, floor: int, purge: int, readers: Iterable[Reader]) -> Allowed:
     """Return how far a partition may go towards `floor` and `purge`. Neither ever falls.
 
     The floor does not rise above what is merged, because the plan was made from the store, nor
     above a read view.
     """
-    wanted = floor
-    floor = min(floor, part.merged_seqno, *part.pins[:1])
+    may = within_readers(floor, purge, readers)
+    floor = max(min(may.floor, part.merged_seqno, *part.pins[:1]), part.history_floor)
+    purge = max(min(may.purge, floor - 1), part.purge_seqno)
+    return Allowed(floor, purge, may.blockers)
+
+
+def within_readers(floor: int, purge: int, readers: Iterable[Reader]) -> Allowed:
+    """Return how far towards `floor` and `purge` the readers of a partition let it go."""
     blockers = []
-    for stream in streams:
-        if stream.floor_max < wanted or stream.purge_max < purge:
-            blockers.append(stream)
-            floor = min(floor, stream.floor_max)
-            purge = min(purge, stream.purge_max)
-    floor = max(floor, part.history_floor)
-    purge = max(min(purge, floor - 1), part.purge_seqno)
+    wanted = floor, purge
+    for reader in readers:
+        if reader.floor_max < wanted[0] or reader.purge_max < wanted[1]:
+            blockers.append(reader)
+            floor, purge = min(floor, reader.floor_max), min(purge, reader.purge_max)
     return Allowed(floor, purge, tuple(blockers))
+
+
+def _readers_of(hub: StreamHub, vb_id: int) -> Iterator[Reader]:
+    """Return the streams of a partition whose master this node is, also those of its replicas."""
+    yield from hub.reading(vb_id)
+    yield from hub.remote.of(vb_id)
+
+
+class _Late(NamedTuple):
+    """Floors that are not taken over completely."""
+
+    floors: tuple[int, int]
+    """History floor and purge seqno."""
+    committed_seqno: int
+    vb_uuid: int
+
+
+class LateFloors:
+    """Floors of masters that a replica's own streams keep it from taking over at once.
+
+    A master waits with its floors for the streams of its replicas, but it may not have heard of one
+    yet. So a replica raises its floors as far as its streams allow, and the rest as soon as they
+    have moved. Until then it keeps more than its master, which hurts nobody. What is late belongs
+    to the history that the partition has: it is forgotten when that is cut.
+    """
+
+    def __init__(self, engine: Engine, hub: StreamHub) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._late: dict[int, _Late] = {}
+        self._holding: dict[Reader, tuple[int, int]] = {}
+        """Streams that hold floors back -> their position, and since when they are there."""
+
+    def take(self, part: Partition, floors: tuple[int, int], committed_seqno: int) -> None:
+        """Take over a master's floors, as far as streams allow. Raises FloorsRefusedError."""
+        check_floors(part, *floors, committed_seqno)
+        self._late[part.vb_id] = _Late(floors, committed_seqno, part.vb_uuid)
+        self._take_over(part)
+
+    def purge_now(self, part: Partition, floors: tuple[int, int]) -> int:
+        """Return how far a partition may be purged whose floor rises at once; the rest is late."""
+        may = within_readers(*floors, self._hub.reading(part.vb_id))
+        if may.purge < floors[1]:
+            self._late[part.vb_id] = _Late(floors, floors[0], part.vb_uuid)
+        return max(may.purge, 0)
+
+    def forget(self, vb_id: int) -> None:
+        """The history of a partition is cut, or another master tells its floors."""
+        self._late.pop(vb_id, None)
+
+    def tick(self, now_ns: int) -> None:
+        """Take over what streams allow by now; end those that stand still."""
+        if not self._late:
+            self._holding.clear()
+            return
+        holding: dict[Reader, tuple[int, int]] = {}
+        for vb_id, late in tuple(self._late.items()):
+            part = self._engine.partitions[vb_id]
+            is_same = part.state == VbState.REPLICA and part.vb_uuid == late.vb_uuid
+            if not is_same or part.high_seqno < late.floors[0]:
+                self.forget(vb_id)
+            elif part.incomplete_snapshot is None:
+                for stream in self._take_over(part):
+                    seqno, since_ns = self._holding.get(stream, (0, 0))
+                    is_there = seqno == stream.next_seqno
+                    holding[stream] = stream.next_seqno, since_ns if is_there else now_ns
+        self._holding = holding
+        for stream, (_, since_ns) in holding.items():
+            is_late = now_ns - since_ns >= PIN_LIMIT_S * 1e9
+            if is_late and isinstance(stream, ActiveStream):
+                self._hub.end(stream, EndReason.TOO_SLOW)
+
+    def _take_over(self, part: Partition) -> tuple[Reader, ...]:
+        """Raise a partition's floors as far as streams allow; return the streams in the way."""
+        (floor, purge), committed_seqno, _ = self._late[part.vb_id]
+        may = within_readers(floor, purge, self._hub.reading(part.vb_id))
+        purge = max(min(may.purge, may.floor - 1), 0)
+        adopt_floors(self._engine, part.vb_id, may.floor, purge, committed_seqno)
+        if not may.blockers:
+            self.forget(part.vb_id)
+        return may.blockers

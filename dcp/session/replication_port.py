@@ -79,8 +79,8 @@ class ReplicaSender(Protocol):
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
 
-    def take_acknowledgement(self, extras: bytes) -> None:
-        """Take an X_REPLICA_ACK. Raises ReplicationError."""
+    def take_acknowledgement(self, extras: bytes, held: bytes = b"") -> None:
+        """Take an X_REPLICA_ACK; `held` is its value. Raises ReplicationError."""
 
 
 class ReplicationPort(Protocol):
@@ -105,8 +105,12 @@ class ReplicationPort(Protocol):
     def complete_cut(self, round_: int, time: int) -> bool:
         """All nodes have drawn a cut; False: this one does not hold it."""
 
-    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
-        """Begin to feed the node that sends this greeting. Raises ReplicationError."""
+    def open_feed(
+        self, greeting: bytes, schedule: Callable[[], None]
+    ) -> tuple[ReplicaSender, bytes]:
+        """Begin to feed the node that sends this greeting; return the value of the answer, too.
+        Raises ReplicationError.
+        """
 
 
 class ReplicationError(Exception):

@@ -211,13 +211,13 @@ class DcpCommands:
         if producer.stream_count:
             raise RefusedError(Status.EINVAL, "streams are open; open another connection")
         try:
-            feed = state.replication.open_feed(request.value, state.schedule)
+            feed, answer = state.replication.open_feed(request.value, state.schedule)
         except ReplicationError as error:
             state.close(f"no replica of this node: {error}")
             raise RefusedError(Status.EINVAL, str(error)) from error
         state.sender = state.feed = feed
         producer.close()
-        state.answer(request)
+        state.answer(request, value=answer)
 
     def replica_ack(self, request: Frame) -> None:
         """Take a replica's acknowledgement. Never answered."""
@@ -226,12 +226,12 @@ class DcpCommands:
             raise RefusedError(
                 Status.EINVAL, "this connection feeds no replica: control x_replicate comes first"
             )
-        self.acknowledged(state.feed, request.extras)
+        self.acknowledged(state.feed, request.extras, request.value)
 
-    def acknowledged(self, feed: ReplicaSender, extras: bytes) -> None:
-        """Take the extras of a replica's acknowledgement."""
+    def acknowledged(self, feed: ReplicaSender, extras: bytes, held: bytes = b"") -> None:
+        """Take the extras and the value of a replica's acknowledgement."""
         try:
-            feed.take_acknowledgement(extras)
+            feed.take_acknowledgement(extras, held)
         except ReplicationError as error:
             self._state.close(str(error))
 

@@ -59,6 +59,7 @@ _UINT32_MAX: Final = 2**32 - 1
 _UINT64_MAX: Final = 2**64 - 1
 _DIGITS_MAX: Final = 20
 _NOREPLY: Final = b"noreply"
+_NEWLINE: Final = 0x0A
 _APPEND, _PREPEND = 3, 4
 _MODES: Final = {
     b"set": SET,
@@ -424,8 +425,8 @@ class TextSession:
         return self._begin_reading(arguments, shows_cas=name == b"gets", expiry=None)
 
     def _take_gets(self, position: int) -> int:
-        """Answer the lines of `get` with one key at `position` together; return where others
-        begin.
+        """Answer the lines of `get` at `position` together; return where others begin. The keys
+        that are left of a line go on as those of a long get.
         """
         if _LOOPS is None or not self._has_runs():
             return position
@@ -437,10 +438,13 @@ class TextSession:
         state.buffer = packet
         taken = bisect_right(packet_ends, self._runs.get_run(0, len(packet)))
         state.buffer = b""
-        if taken:
+        after = self._ran(taken, text_ends, position)
+        if len(answers) > first_answer:
             found = b"".join(answers[first_answer:])
             answers[first_answer:] = [_LOOPS.values(found, False, True)]
-        return self._ran(taken, text_ends, position)
+        if after > position and self._buffer[after - 1] != _NEWLINE:
+            self._long_get = b"get"
+        return after
 
     def _get_and_touch(self, name: bytes, arguments: list[bytes]) -> bytes:
         if len(arguments) < 2:

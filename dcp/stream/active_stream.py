@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Final
 
 from dcp.stream.filter import StreamFilter
-from dcp.stream.rate import RateLimit
+from dcp.stream.stream_limits import RateLimit
 from dcp.stream.takeover import Takeover
 from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
 from vbucket.engine.partition import Partition

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.group_leases import GroupLeases
+from dcp.stream.remote_readers import RemoteReaders
 from dcp.stream.stream_limits import StreamLimits
 from dcp.wire.message import EndReason
 from vbucket.engine.cut import Cut
@@ -50,26 +51,24 @@ class BatchTrace:
     __slots__ = ("asked", "parent")
 
     def __init__(self) -> None:
-        self.parent = ""
-        """The traceparent that the client has given last; "": none."""
-        self.asked: dict[int, int] = {}
-        """Opaque -> partition of the stream requests."""
+        self.parent = ""  # the traceparent that the client has given last; "": none
+        self.asked: dict[int, int] = {}  # opaque -> partition of the stream requests
 
 
 class StreamHub:
     """The node's register of producer connections, by name, and of streams, by partition."""
 
     def __init__(self) -> None:
-        self.trace: BatchTrace | None = None
-        """None: nobody makes spans."""
+        self.trace: BatchTrace | None = None  # None: nobody makes spans
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
         self.cutting: dict[Follower, None] = {}  # negotiated closed times: they are told each cut
         self.cut_time = 0  # of the newest cut, or since when somebody waits for one; 0: nobody
         self.group_leases = GroupLeases()
-        self.limits = StreamLimits()
-        """Rate limits; a producer looks there when it opens a stream."""
+        self.limits = StreamLimits()  # a producer looks there when it opens a stream
+        self.remote = RemoteReaders()
+        self.purged_past = 0  # streams that ended because they missed a purge
 
     @property
     def connection_count(self) -> int:

@@ -43,8 +43,8 @@ from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.keepalive import Keepalive
 from dcp.stream.pending_cut import PendingCut
-from dcp.stream.rate import RateLimit
 from dcp.stream.snapshots import Message, SnapshotWriter
+from dcp.stream.stream_limits import RateLimit
 from dcp.stream.terms import Terms
 from dcp.wire.message import (
     EndReason,
@@ -467,7 +467,9 @@ class Producer:
         self, stream: ActiveStream, part: Partition, out: list[Message], bytes_max: int
     ) -> int:
         """Send the stream's next messages, then queue it again if it has more."""
-        if stream.has_missed_a_purge(part) or stream.has_lost_its_snapshot(part):
+        has_missed = stream.has_missed_a_purge(part)
+        if has_missed or stream.has_lost_its_snapshot(part):
+            self._hub.purged_past += has_missed
             self.end(stream, EndReason.ROLLBACK)
             return 0
         rate = stream.rate

@@ -442,9 +442,10 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         " partitions, or none (a heartbeat)",
     ),
     Opcode.X_REPLICA_ACK: OpSpec(
-        _DCP, "u64 number, u64 question", "-",
+        _DCP, "u64 number, u64 question, u64 store link, u64 store revision",
+        "value for each partition u16 partition, u64 next seqno, u64 floor, u64 purge",
         "between nodes: a replica's node has synced all messages up to a number, and confirms the"
-        " master. Never answered",
+        " master; at times, how far the streams that it serves let floors rise. Never answered",
     ),
     Opcode.X_REPLICA_GROUP: OpSpec(
         _DCP, "u64 number, u64 question, u32 opaque, u64 from, u64 to, u8 synced, u32 CRC-32C",

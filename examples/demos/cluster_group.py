@@ -22,8 +22,8 @@ from dcpd import (
     Checkpoint,
     ConsumerOptions,
     DcpdError,
+    Delivery,
     EpochGoneError,
-    Event,
     GroupMember,
     decode_position,
     encode_position,
@@ -57,8 +57,9 @@ class GroupFile(Replica):
             positions = self.positions()
         return {vb_id: positions[vb_id] for vb_id in share.vbuckets if vb_id in positions}
 
-    def take(self, share: GroupShare, events: list[Event], positions: Checkpoint) -> None:
+    def take(self, share: GroupShare, delivery: Delivery) -> None:
         """Apply events with their positions, in one transaction. Raises EpochGoneError."""
+        events, positions = delivery
         rows = [(encode_position(place), vb_id) for vb_id, place in positions.items()]
         with self._db:
             self._fence(share.epoch, positions)
@@ -93,12 +94,7 @@ async def follow(server: str, path: Path) -> None:
             print(f"not a member yet: {error}", file=sys.stderr, flush=True)
             await asyncio.sleep(RETRY_S)
     try:
-        async for share, (events, positions) in member.deliveries(file.begin):
-            try:
-                file.take(share, events, positions)
-            except EpochGoneError as error:
-                print(error, file=sys.stderr, flush=True)
-                member.refused(share)
+        await member.run(file.begin, file.take)
     finally:
         await member.__aexit__(None, None, None)
 

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.stream.remote_readers import Held
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (
     STREAM_REQ_EXTRAS,
@@ -56,6 +57,7 @@ from failover.replication.messages import (
     pack_entries,
     pack_group,
     unpack_ack,
+    unpack_held,
 )
 from failover.replication.pace import FILL_SECTION_BYTES, FillPace, LinkFill
 from failover.replication.progress import (
@@ -110,6 +112,9 @@ class MasterSide(Protocol):
 
     serves_by: StoreSeen
     """By which records of the metadata store this node serves all that it masters."""
+
+    def readers_are(self, feed: ReplicaFeed, held: Mapping[int, Held]) -> None:
+        """A replica says what the streams that it serves hold now, all of it."""
 
     def records_were_kept(self) -> None:
         """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
@@ -593,10 +598,12 @@ class ReplicaFeed:
             self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < self.silence_ns
 
-    def take_acknowledgement(self, extras: bytes) -> None:
-        """Take an X_REPLICA_ACK. Raises ReplicationError."""
+    def take_acknowledgement(self, extras: bytes, held: bytes = b"") -> None:
+        """Take an X_REPLICA_ACK, and what the replica's streams hold. Raises ReplicationError."""
         number, question, seen = unpack_ack(extras)
         check_numbers(self.member, number, question, last=self._number)
+        if held:
+            self._side.readers_are(self, unpack_held(held, self._engine.num_vbuckets))
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Match] = {}
         groups: list[Group] = []

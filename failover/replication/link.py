@@ -36,6 +36,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
 from dcp.session.replication_port import ReplicationError
+from dcp.stream.remote_readers import Held
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.message import (
     OPEN_EXTRAS,
@@ -50,8 +51,11 @@ from dcp.wire.status import Status
 from failover.replication.messages import (
     ANNOUNCED_GROUPS_MAX,
     ENTRY_OVERHEAD_BYTES_MAX,
+    FORMAT_OLDEST,
+    HELD_FORMAT,
     MESSAGE_BYTES_MAX,
     NOT_SEEN,
+    NOTHING_HELD,
     EntriesSection,
     Greeting,
     GroupMessage,
@@ -62,7 +66,9 @@ from failover.replication.messages import (
     checked_group,
     decode,
     encode,
+    format_of,
     pack_ack,
+    pack_held,
     problem_of,
     unpack_entries,
     unpack_group,
@@ -257,6 +263,9 @@ class ReplicaLink:
         self._question = 0
         self._acked: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
         self._master = greeting.master
+        self._format = FORMAT_OLDEST
+        self._held = NOTHING_HELD
+        """What the master knows of the streams that are served here."""
         self._at_once_ns = -CONFIRM_NS
         """When a confirmation was sent at once."""
         self._unsynced: deque[tuple[int, int]] = deque()
@@ -355,6 +364,15 @@ class ReplicaLink:
             self._synced_number = unsynced.popleft()[1]
         self._acknowledge()
 
+    def readers_are(self, held: Mapping[int, Held]) -> None:
+        """Tell the master what the streams hold that are served here, if that is news to it."""
+        if self.state is LinkState.READY and self._format >= HELD_FORMAT:
+            packed = pack_held(held)
+            if packed != self._held:
+                self._held = packed
+                self._acked = self._synced_number, self._question, self._side.store_seen()
+                self._out.append(pack_ack(*self._acked, packed))
+
     def tick(self, now_ns: int, silence_ns: int = HEARD_NS_MAX) -> None:
         """Let time pass; monotonic nanoseconds. `silence_ns`: how long the node may say nothing."""
         if self.state is not LinkState.CLOSED and now_ns - self.heard_ns >= silence_ns:
@@ -430,6 +448,7 @@ class ReplicaLink:
                 )
             if frame.opcode == Opcode.DCP_CONTROL:
                 self.state = LinkState.READY
+                self._format = format_of(frame.value)
                 self._ask_what_is_due(now_ns)
             return
         vb_id = self._asked.pop(frame.opaque, None)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from dcp.core.groups import GroupCycle
 from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.stream.remote_readers import Held
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover.coordinator.effects import Notice
@@ -337,10 +338,11 @@ class Master:
 
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
 
-    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
+    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> tuple[ReplicaFeed, bytes]:
         """See ReplicationPort."""
         peer: Greeting = decode(greeting, Greeting)
-        if not common_format(peer.format, peer.oldest):
+        chosen = common_format(peer.format, peer.oldest)
+        if not chosen:
             raise ReplicationError(
                 f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"
@@ -374,7 +376,7 @@ class Master:
         )  # fmt: skip
         feed.beat_ns = self._settings.beat_ns
         self.feeds[peer.member] = feed
-        return feed
+        return feed, b"%d" % chosen
 
     @property
     def why_no_cuts(self) -> str:
@@ -393,10 +395,16 @@ class Master:
         """See ReplicationPort."""
         return self.serving.why_fenced(vb_id, self._now_ns)
 
+    def readers_are(self, feed: ReplicaFeed, held: Mapping[int, Held]) -> None:
+        """See MasterSide."""
+        if self.feeds.get(feed.member) is feed:
+            self._hub.remote.take(feed.member, held)
+
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""
         if self.feeds.get(feed.member) is feed:
             del self.feeds[feed.member]
+            self._hub.remote.lost(feed.member)
             self.serving.all_changed()
 
     def admit(

@@ -5,7 +5,8 @@ DCP client (DCP_OPEN under a name that stays the same, DCP_CONTROL `x_replicate`
 
     DCP_STREAM_REQ      for each partition: position, all its versions, and the leader epoch (JSON)
     DCP_CLOSE_STREAM    it does not follow a partition here any more
-    X_REPLICA_ACK       how many messages are synced here, and which question it confirms
+    X_REPLICA_ACK       how many messages are synced here, and which question it confirms; from time
+                        to time how far the streams are that the replica serves (format 5)
 
 and the master sends
 
@@ -53,6 +54,7 @@ import msgspec
 from cbor2 import CBORDecodeError
 
 from dcp.session.replication_port import ReplicationError
+from dcp.stream.remote_readers import Held
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
@@ -77,7 +79,7 @@ from vbucket.model.entry import (
 )
 from vbucket.model.ids import SEQNO_MAX
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """The newest version of these messages that this dcpd speaks."""
 FORMAT_OLDEST: Final = 4
 """The oldest one: each dcpd also speaks the newest of the version before it, so that the nodes of a
@@ -90,6 +92,10 @@ _GROUP_EXTRAS: Final = Struct(">QQIQQ?")
 _GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
 _ACK_EXTRAS: Final = Struct(">QQQQ")
 """Number, question, and a `StoreSeen`."""
+_HELD: Final = Struct(">HQQQ")
+"""Partition, and a `Held`."""
+HELD_FORMAT: Final = 5
+"""From this format on acknowledgements say what a replica's streams hold."""
 _ROLLBACK: Final = Struct(">QQ")
 """The seqno to go back to, the last one of the history that both have."""
 _SECTION: Final = Struct(">HIIQI")
@@ -491,9 +497,47 @@ def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int]:
     return seqno, max(seqno, shared_seqno)
 
 
-def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN) -> bytes:
-    """Return an acknowledgement."""
-    return pack_request(Opcode.X_REPLICA_ACK, extras=_ACK_EXTRAS.pack(number, question, *seen))
+def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN, held: bytes = b"") -> bytes:
+    """Return an acknowledgement; `held` is what `pack_held` packed, b"": as before."""
+    extras = _ACK_EXTRAS.pack(number, question, *seen)
+    return pack_request(Opcode.X_REPLICA_ACK, extras=extras, value=held)
+
+
+NOTHING_HELD: Final = _HELD.pack(0xFFFF, 0, 0, 0)
+"""There are no streams that hold anything."""
+
+
+def pack_held(held: Mapping[int, Held]) -> bytes:
+    """Return what a replica's streams hold: all of it, by partition."""
+    return b"".join(_HELD.pack(vb_id, *each) for vb_id, each in held.items()) or NOTHING_HELD
+
+
+def unpack_held(value: bytes, num_vbuckets: int) -> dict[int, Held]:
+    """Return what `pack_held` packed. Raises ReplicationError."""
+    if value == NOTHING_HELD:
+        return {}
+    try:
+        found = {vb_id: Held(*rest) for vb_id, *rest in _HELD.iter_unpack(value)}
+    except struct.error:
+        raise ReplicationError(
+            f"an acknowledgement has {len(value)} bytes of streams, {_HELD.size} for each partition"
+        ) from None
+    if max(found) >= num_vbuckets:
+        raise ReplicationError(f"no stream can be of partition {max(found)} here")
+    return found
+
+
+def format_of(answer: bytes) -> int:
+    """Return the format in which a master's node answers a greeting; one that speaks none but 4
+    says nothing. Raises ReplicationError.
+    """
+    try:
+        chosen = int(answer or b"4")
+    except ValueError:
+        chosen = 0
+    if not FORMAT_OLDEST <= chosen <= FORMAT:
+        raise ReplicationError(f"the master's node chose format {answer[:20]!r} of the messages")
+    return chosen
 
 
 def unpack_ack(extras: bytes) -> tuple[int, int, StoreSeen]:

@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from dcp.core.floors import LateFloors
 from dcp.session.replication_port import ReplicationError
 from dcp.stream.hub import StreamHub
+from dcp.stream.remote_readers import Held, held_by
 from dcp.wire.message import StreamRequest
 from failover.coordinator.effects import Notice
 from failover.coordinator.records import StoredPartition
@@ -35,6 +37,7 @@ from failover.replication.messages import (
     FORMAT,
     Control,
     EntriesSection,
+    Floors,
     Greeting,
     ReplicaPosition,
     SnapshotDone,
@@ -52,7 +55,6 @@ from vbucket.engine.leadership import (
     FloorsRefusedError,
     StaleEpochError,
     adopt_failover_log,
-    adopt_floors,
     begin_snapshot,
     end_snapshot,
 )
@@ -206,6 +208,8 @@ class Discards:
             discard.piece = None
 
 
+HELD_NS: Final = 1_000_000_000
+"""Between two words to masters of what the streams served here hold."""
 EMPTIED_MAX: Final = 64
 """Partitions that are emptied in one turn: a fraction of a millisecond each."""
 REST_NS: Final = 5_000_000_000
@@ -315,6 +319,9 @@ class Replica:
         """Whether some partition may not be followed, because its master's link is closed."""
         self._senders = Senders()
         self._discards = Discards(parts.engine, parts.effects)
+        self._hub = parts.hub
+        self._late_floors = LateFloors(parts.engine, parts.hub)
+        self._held_due_ns = 0
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
 
@@ -409,6 +416,20 @@ class Replica:
             if link.state is LinkState.CLOSED:
                 self._has_gaps = True
                 self._keep_confirmations(link)
+        self._late_floors.tick(now_ns)
+        if now_ns >= self._held_due_ns:
+            self._held_due_ns = now_ns + HELD_NS
+            for link in self.links.values():
+                link.readers_are(self._held(link))
+
+    def _held(self, link: ReplicaLink) -> dict[int, Held]:
+        """Return what streams hold here of the partitions that are followed on a link."""
+        if not self._hub.connection_count:
+            return {}
+        found = {vb_id: held_by(self._hub.reading(vb_id)) for vb_id in link.followed()}
+        return {
+            vb_id: held for vb_id, held in found.items() if held is not None and link.is_open(vb_id)
+        }
 
     def note_heard(self, now_ns: int) -> None:
         """Note when the masters' nodes were last heard. One whose connections are refused has no
@@ -522,10 +543,8 @@ class Replica:
             adopt_failover_log(self._engine, vb_id, log, welcome.epoch)
             if part.incomplete_snapshot is None and welcome.history_floor <= part.high_seqno:
                 # Otherwise a snapshot comes, and brings the floors at its end.
-                adopt_floors(
-                    self._engine, vb_id, welcome.history_floor, welcome.purge_seqno,
-                    welcome.committed_seqno,
-                )  # fmt: skip
+                floors = Floors(welcome.history_floor, welcome.purge_seqno)
+                self._late_floors.take(part, floors, welcome.committed_seqno)
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
         record = self._record_of(vb_id)
@@ -598,6 +617,7 @@ class Replica:
         """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
         log = part.failover.cut(seqno)
         self._changes.forget(part.vb_id)
+        self._late_floors.forget(part.vb_id)
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
@@ -700,9 +720,10 @@ class Replica:
         if isinstance(control, SnapshotWindow):
             begin_snapshot(engine, vb_id, control)
         elif isinstance(control, SnapshotDone):
-            end_snapshot(engine, vb_id, control.purge, control.cas)
+            part, floors = engine.partitions[vb_id], Floors(control.seqno, control.purge)
+            end_snapshot(engine, vb_id, self._late_floors.purge_now(part, floors), control.cas)
         else:
-            adopt_floors(engine, vb_id, control.floor, control.purge, section.committed_seqno)
+            self._late_floors.take(engine.partitions[vb_id], control, section.committed_seqno)
 
     def take_sender(self, vb_id: int, epoch: int) -> Sender | None:
         """Return what of a partition's log its former master has on disk, and forget it: this node

@@ -77,7 +77,7 @@ def test_lmdb_refuses_a_file_of_something_else(tmp_path):
     from clients.mirror.lmdb_mirror import LmdbStore
 
     LmdbStore(tmp_path / "c").close()
-    with pytest.raises(CheckpointError, match="is dcpd-mirror 3, not dcpd-checkpoints 1"):
+    with pytest.raises(CheckpointError, match="is dcpd-mirror 4, not dcpd-checkpoints 1"):
         LmdbCheckpoint(tmp_path / "c").load()
     (tmp_path / "d").write_bytes(b"x" * 9000)
     with pytest.raises(CheckpointError, match="cannot be opened"):

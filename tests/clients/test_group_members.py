@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,13 @@ from clients import (
     CheckpointError,
     Consumer,
     ConsumerOptions,
+    Delivery,
+    EpochGoneError,
     GroupMember,
     KvClient,
     Position,
     ServerCheckpoint,
+    Share,
     TopologyError,
 )
 from clients.consumer import group_member
@@ -53,25 +56,22 @@ def fence(epoch, vbuckets):
         if not done.rowcount:
             raise EpochGoneError(f"epoch {epoch} is gone: partition {vb} has a later one")
 
-async def main():
-    async for share, (events, positions) in member.deliveries(begin):
-        try:
-            with db:
-                db.execute("BEGIN IMMEDIATE")
-                fence(share.epoch, positions)
-                for event in events:
-                    if isinstance(event, Mutation) and event.key.startswith(b"k"):
-                        db.execute("INSERT INTO effects VALUES (?, 1) ON CONFLICT (key)"
-                                   " DO UPDATE SET times = times + 1", (event.key.decode(),))
-                db.executemany("UPDATE positions SET position = ? WHERE vb = ?",
-                               [(encode_position(p), vb) for vb, p in positions.items()])
-        except EpochGoneError:
-            member.refused(share)
+def take(share, delivery):
+    events, positions = delivery
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        fence(share.epoch, positions)
+        for event in events:
+            if isinstance(event, Mutation) and event.key.startswith(b"k"):
+                db.execute("INSERT INTO effects VALUES (?, 1) ON CONFLICT (key)"
+                           " DO UPDATE SET times = times + 1", (event.key.decode(),))
+        db.executemany("UPDATE positions SET position = ? WHERE vb = ?",
+                       [(encode_position(p), vb) for vb, p in positions.items()])
 
 async def run():
     global member
     async with GroupMember(sys.argv[1], "sinks") as member:
-        await main()
+        await member.run(begin, take)
 
 db = sqlite3.connect(sys.argv[2], timeout=30, isolation_level=None)
 asyncio.run(run())
@@ -111,22 +111,32 @@ async def test_members_share_the_partitions_and_take_over(server: DcpServer) -> 
 async def test_nothing_of_a_share_follows_a_refusal(server: DcpServer) -> None:
     """The refused delivery may have had changes of partitions that the member keeps."""
     begun: list[int] = []
+    taken: asyncio.Queue[int] = asyncio.Queue()
     keys = [b"refused-%d" % number for number in range(40)]
+
+    async def take(share: Share, _: Delivery) -> None:
+        taken.put_nowait(share.epoch)
+        if share.epoch == begun[0]:
+            raise EpochGoneError("a later epoch has partition 5")
+
     async with (
         KvClient.connect(server.address) as kv,
         GroupMember(server.address, "refused") as member,
     ):
         await kv.set_many(dict.fromkeys(keys, b"1"))
-        found = member.deliveries(lambda share: begun.append(share.epoch) or {})
-        share, _ = await anext(found)
-        member.refused(share)
-        coming = asyncio.ensure_future(anext(found))
+        running = asyncio.create_task(
+            member.run(lambda share: begun.append(share.epoch) or {}, take)
+        )
+        assert await taken.get() == begun[0]
         await kv.set_many(dict.fromkeys(keys, b"2"))
-        assert (await asyncio.wait({coming}, timeout=0.5))[0] == set()
+        await asyncio.wait({running}, timeout=0.5)
+        assert taken.empty()
         async with GroupMember(server.address, "refused"):
-            again, _ = await coming
-            assert begun == [share.epoch, again.epoch]
-            await found.aclose()
+            assert await taken.get() == begun[-1] > begun[0]
+            assert len(begun) == 2
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
 
 
 @pytest.mark.parametrize("give_up_after_s", [None, 0.0])
@@ -150,11 +160,12 @@ async def test_a_share_without_masters_is_begun_again(
     options = ConsumerOptions(until_now=True, give_up_after_s=give_up_after_s)
     async with GroupMember(server.address, "again", options) as member:
         if give_up_after_s is None:
-            found = [share async for share, _ in member.deliveries(lambda _: {})]
+            found: list[Share] = []
+            await member.run(lambda _: {}, lambda share, _: found.append(share))
             assert found[0] == member.share
         else:
             with pytest.raises(TopologyError, match="no node is active"):
-                await anext(member.deliveries(lambda _: {}))
+                await member.run(lambda _: {}, lambda *_: None)
 
 
 async def test_positions_in_the_server_are_claimed(server: DcpServer) -> None:

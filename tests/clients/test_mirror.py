@@ -29,12 +29,13 @@ from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Rollback, SystemEvent
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.mirror.lmdb_mirror import FORMAT, VERSION, LmdbStore
-from clients.mirror.mirror_state import MemoryStore, take
+from clients.mirror.mirror_state import MemoryStore, Taken, counted, rows_within, take
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.opcode import Opcode
 from vbucket.model.ids import vbucket_of
 from vbucket.model.manifest import SystemEventKind
+from vbucket.native.key_hashes import hash_of_key
 
 VB = 5
 
@@ -115,8 +116,56 @@ def test_undoing_gives_exactly_what_was_held(tmp_path_factory, kind, steps, batc
     assert dict(store.items()) == states[seqno]
     assert store.count() == len(states[seqno])
     assert store.positions()[VB].seqno == seqno
+    assert store.hashes(VB) == counted(store.rows(VB, store.keys(VB)))
     for key in (b"a", b"b", b"c"):
         assert store.get(VB, key) == states[seqno].get(key)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["dicts", "lmdb"])
+def test_hashes_grow_with_the_documents_and_are_kept(tmp_path, kind):
+    """Rows of some buckets are looked up, or found among all keys if another copy has fewer."""
+    store = MemoryStore() if kind == "dicts" else LmdbStore(tmp_path / "m", is_durable=False)
+    seqno = 0
+    for count, bits in ((128, 0), (129, 4), (2049, 8), (32_769, 12)):
+        more = range(seqno, count)
+        take(store, [mutation(n + 1, b"k%d" % n, b"v") for n in more], {}, journal_max=100)
+        seqno = count
+        assert store.hashes(VB).bits == bits
+    take(store, [mutation(seqno + 1, b"k7", b"w"), deletion(seqno + 2, b"k8")], {})
+    if kind == "lmdb":
+        store.close()
+        store = LmdbStore(tmp_path / "m", is_durable=False)
+    keys = store.keys(VB)
+    assert store.hashes(VB) == counted(store.rows(VB, keys))
+    wanted = bytes(at == 5 for at in range(16))
+    there = {key for key in keys if hash_of_key(key) >> 60 == 5}
+    for known in (there, {*there, b"not there"}, list(there)[1:], ()):
+        assert {key for key, _ in rows_within(store, VB, 4, wanted, known)} == there
+    with store.changing() as change:
+        change.clear(VB)
+        change.put(VB, b"k1", bytes(16), 1)
+    assert store.hashes(VB) == counted([(b"k1", bytes(16))])
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["dicts", "lmdb"])
+def test_what_a_resync_took_over_is_not_undone(tmp_path, kind):
+    """Entries of the time before may be left: those that follow have their seqnos, too."""
+    store = MemoryStore() if kind == "dicts" else LmdbStore(tmp_path / "m", is_durable=False)
+    take(store, [mutation(seqno, b"k%d" % seqno, b"1") for seqno in range(1, 10)], {})
+    rows = {b"k1": bytes(16) + b"2", b"k9": None}
+    taken = Taken(rows, 6, Position(((1, 0),), 4, 3, 6))
+    take(store, [mutation(5, b"k2", b"2")], {}, resynced={VB: taken})
+    assert store.floor(VB) == 6
+    take(store, [mutation(seqno, b"k3", b"%d" % seqno) for seqno in (6, 7, 8)], {})
+    take(store, [Rollback(VB, 6, 6, 8, "test")], {})
+    held = {b"k%d" % number: b"1" for number in range(4, 9)}
+    assert dict(store.items()) == {**held, b"k1": b"2", b"k2": b"2", b"k3": b"6"}
+    take(store, [mutation(7, b"k4", b"2")], {}, journal_max=1)
+    assert store.floor(VB) == 6
+    take(store, [mutation(8, b"k4", b"3")], {}, journal_max=1)
+    assert store.floor(VB) == 7
     store.close()
 
 
@@ -260,7 +309,7 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
     with pytest.raises(CheckpointError, match="begin with 'k2'"):
         async with Mirror(server.address, path):
             pass
-    with pytest.raises(CheckpointError, match="is dcpd-mirror 3, not dcpd-mirror 1"):
+    with pytest.raises(CheckpointError, match="is dcpd-mirror 4, not dcpd-mirror 1"):
         LocalLmdb(path, FORMAT)
 
 
@@ -275,13 +324,16 @@ def test_rows_of_an_older_version_get_the_place_of_their_cas(tmp_path):
         assert undo[-1:] == b"1"
         for key, undo in list(rows_from(transaction, b"j")):
             transaction.put(key, undo[:4] + undo[20:] if undo[0] else undo)
+        place = b"s" + VB.to_bytes(2, "big")
+        transaction.put(place, transaction.get(place)[:24])
         transaction.delete(b"r")
         transaction.put(b"\0format", b"dcpd-mirror 2")
     store.close()
     for _ in range(2):
         store = LmdbStore(tmp_path / "view", is_durable=False)
         assert dict(store.items()) == {b"a": b"2", b"b": b"3"}
-        assert [row[:16] for _, row in store.rows(VB)] == [bytes(16)] * 2
+        assert [row[:16] for _, row in store.rows(VB, [b"a", b"b"])] == [bytes(16)] * 2
+        assert store.hashes(VB) == counted([(b"a", bytes(16)), (b"b", bytes(16))])
         store.close()
     store = LmdbStore(tmp_path / "view", is_durable=False)
     with store.changing() as change:

@@ -360,6 +360,9 @@ class SingleNode:
     def _tick(self) -> None:
         for connection in list(self.connections):
             connection.tick()
+        if self.hub.purged_past:
+            self._record.problems.append(f"{self.name}: a purge has passed a connected consumer")
+            self.hub.purged_past = 0
         self._expire()
         try:
             if self.writer.has_unsynced_mark:

@@ -11,11 +11,15 @@ from collections import Counter
 import pytest
 
 from dcp.session.streams import DcpCommands
+from dcp.stream.hub import StreamHub
+from dcp.stream.stream_limits import StreamLimits
 from sim.run import Options, replay_command, run_seed
 from vbucket.engine.partition import VbState
 
 SEEDS = 16
 OPTIONS = Options(nodes=3, changes=(("from_replicas", "1"),))
+SLOW_SEED, SLOW_BYTES_PER_S = 1, 300
+OFTEN_PURGED = (("compact_share", "1.0"), ("memtable_bytes", "2048"), ("pump_bytes", "1"))
 
 
 def test_consumers_of_copies_miss_nothing_and_see_nothing_twice(
@@ -33,3 +37,16 @@ def test_consumers_of_copies_miss_nothing_and_see_nothing_twice(
         report = run_seed(seed, OPTIONS)
         assert report.violations == [], replay_command(seed, OPTIONS)
     assert served[VbState.REPLICA] > served[VbState.ACTIVE] > 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_no_purge_passes_a_slow_reader_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    """The simulator sees it if purges do not wait for streams."""
+    monkeypatch.setattr(StreamLimits, "of", lambda *_: SLOW_BYTES_PER_S)
+    if not waits:
+        monkeypatch.setattr(StreamHub, "reading", lambda *_: ())
+    options = OPTIONS._replace(changes=(*OPTIONS.changes, *OFTEN_PURGED))
+    found = [each for each in run_seed(SLOW_SEED, options).violations if "a purge has" in each]
+    assert bool(found) is not waits, replay_command(SLOW_SEED, options)

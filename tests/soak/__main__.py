@@ -1,4 +1,4 @@
-"""python -m tests.soak COMMAND: starts a long run. All but flip, mend and subdoc can be
+"""python -m tests.soak COMMAND: starts a long run. All but damage, flip, mend and subdoc can be
 resumed."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from sim.run import Options
 from support.etcd_members import IS_MISSING
-from tests.soak import check, churn, flip, kill, mend, power, proxy, simulate, subdoc
+from tests.soak import check, churn, damage, flip, kill, mend, power, proxy, simulate, subdoc
 from tests.soak.attack import run as attacking
 from tests.soak.cluster import run as cluster
 from tests.soak.fuzz import resident_bytes, run_round
@@ -98,6 +98,12 @@ def soak_mend(arguments: argparse.Namespace) -> int:
         return mend.run(Path(folder), damages=arguments.damages, seed=arguments.seed)
 
 
+def soak_damage(arguments: argparse.Namespace) -> int:
+    """Damage the files of a node in a folder of its own; return the exit code."""
+    with TemporaryDirectory() as folder:
+        return damage.run(Path(folder), damages=arguments.damages, seed=arguments.seed)
+
+
 def attack(arguments: argparse.Namespace) -> int:
     """Run what `add_attack` has parsed; return the exit code."""
     if arguments.case is not None:
@@ -158,6 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     mending.add_argument("--damages", type=int, default=1_000)
     mending.add_argument("--seed", type=int, default=1)
     mending.set_defaults(run=soak_mend)
+    damaging = commands.add_parser("damage", help="damages of all files of one of three nodes")
+    damaging.add_argument("--damages", type=int, default=1_000)
+    damaging.add_argument("--seed", type=int, default=1)
+    damaging.set_defaults(run=soak_damage)
     _add_models(commands)
     add_attack(commands)
     add_cluster(commands)

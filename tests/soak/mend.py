@@ -34,13 +34,12 @@ PARTITIONS: Final = 64
 KEYS: Final = 1_500
 VALUE_BYTES: Final = 900
 FAULTS: Final = ("flip", "zero", "sector", "misdirected", "stale")
+BRANCHES: Final = {"keys branch", "versions branch", "state branch", "failover branch"}
 MENDED_ALWAYS: Final = {"keys leaf", "versions block"}
-"""Where everything is mended, whatever the fault is."""
+"""Where everything, as in BRANCHES, is mended, whatever the fault is."""
 MENDED_S: Final = 60
 """Within this time: a copy that does not answer is asked again after some seconds."""
-MENDED_FLIPS: Final = {
-    "keys branch", "versions leaf", "versions branch", "state leaf", "failover leaf"
-}  # fmt: skip
+MENDED_FLIPS: Final = {"versions leaf", "state leaf", "failover leaf"}
 """Where one flipped bit is mended."""
 
 
@@ -72,7 +71,7 @@ class Tally(NamedTuple):
             f"{count} times {fault} of {place}: {result}"
             for (fault, place, result), count in self.results.items()
             if result == "named"
-            and (place in MENDED_ALWAYS or (fault == "flip" and place in MENDED_FLIPS))
+            and (place in MENDED_ALWAYS | BRANCHES or (fault == "flip" and place in MENDED_FLIPS))
         ]
         if self.wrong:
             found.append(f"{self.wrong} wrong answers")

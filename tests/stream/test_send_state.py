@@ -6,7 +6,7 @@ import pytest
 
 from dcp.stream.active_stream import ActiveStream, SendState
 from dcp.stream.producer import BACKLOGS_MAX
-from dcp.stream.rate import RateLimit
+from dcp.stream.stream_limits import RateLimit
 from dcp.wire.feature import Feature
 from dcp.wire.message import StreamFlag, pack_buffer_ack
 from dcp.wire.opcode import Opcode

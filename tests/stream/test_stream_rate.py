@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.stream.producer import BACKLOGS_MAX
-from dcp.stream.rate import RateLimit
+from dcp.stream.stream_limits import RateLimit
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from stream.follower import Follower

@@ -341,6 +341,9 @@ class Master(MemoryNode):
     def records_were_kept(self) -> None:
         """Nothing waits for it."""
 
+    def readers_are(self, feed: ReplicaFeed, held: object) -> None:
+        """Nothing is purged."""
+
     def feed_closed(self, feed: ReplicaFeed) -> None:
         self.closed.append(feed)
 

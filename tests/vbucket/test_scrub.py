@@ -20,7 +20,7 @@ from dcp.core.store_schedule import (
     scrub_rest_s,
 )
 from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
-from vbucket.check.mend import BIT, REBUILT, mend
+from vbucket.check.mend import BIT, REBUILT, RELINKED, RELISTED, mend
 from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
 from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
@@ -53,7 +53,10 @@ VBS = range(8)
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scrub") / "store"
+    return made(tmp_path_factory.mktemp("scrub") / "store", (20, 300), 9000)
+
+
+def made(folder: Path, value_bytes: tuple[int, ...], block_bytes: int) -> Path:
     draw = random.Random(2)
     env = LmdbEnv(folder, TABLES, map_size_bytes=1 << 30)
     with env.write() as write:
@@ -61,14 +64,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
             keys = [b"\0key that is long %04d" % number for number in range(KEYS)]
             entries = [
                 pack_mutation(
-                    vb_id=vb_id, key=key, value=draw.randbytes(draw.choice((20, 300))), cas=seqno,
+                    vb_id=vb_id, key=key, value=draw.randbytes(draw.choice(value_bytes)), cas=seqno,
                     seqno=seqno, rev_seqno=1, epoch=1,
                 )
                 for seqno, key in enumerate(keys, 1)
             ]  # fmt: skip
             write.put_sorted(BY_KEY_TABLE, by_key_items(vb_id.to_bytes(2, "big"), keys, entries))
             write.put_sorted(
-                BY_SEQNO_TABLE, build_blocks(vb_id, entries, seqno_before=0, body_bytes_target=9000)
+                BY_SEQNO_TABLE,
+                build_blocks(vb_id, entries, seqno_before=0, body_bytes_target=block_bytes),
             )
             put_partition(write, vb_id, RECORD)
     env.close()
@@ -202,6 +206,42 @@ def test_a_leaf_of_keys_is_rebuilt_from_the_versions(copy: Path, what: str) -> N
             )
     env.close()
     assert len(pairs_in(copy, BY_KEY_TABLE)) == len(before)
+
+
+@pytest.mark.parametrize("what", ["zeros", "ones", "other"])
+def test_branches_and_lists_of_blocks_are_found_again(tmp_path: Path, what: str) -> None:
+    """Whatever became of the page: what it led to is there, and nothing else leads to it."""
+    copy = made(tmp_path / "store", (300,), 4000)
+    before = {table: pairs_in(copy, table) for table in (BY_KEY_TABLE, BY_SEQNO_TABLE)}
+    layout = layout_of(copy)
+    assert len(layout[BY_SEQNO_TABLE].leaves) > 2
+    for kind, pages in (
+        (RELINKED, [page for table in before for page in layout[table].branches]),
+        (RELISTED, layout[BY_SEQNO_TABLE].leaves),
+    ):
+        for page in pages:
+            overwrite(copy, page, what)
+            assert {how for _, how in mended(copy)} == {kind}, page
+    assert damages_in(copy) == []
+    assert {table: pairs_in(copy, table) for table in before} == before
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:  # LMDB itself takes the pages for its own
+        for key in before[BY_SEQNO_TABLE]:
+            write.delete(BY_SEQNO_TABLE, key)
+        for key in before[BY_KEY_TABLE]:
+            write.delete(BY_KEY_TABLE, key)
+    env.close()
+    assert pairs_in(copy, BY_KEY_TABLE) == pairs_in(copy, BY_SEQNO_TABLE) == {}
+
+
+def test_a_branch_is_not_guessed(copy: Path) -> None:
+    """If a page below it is gone, too, or another branch, nobody can tell what it led to."""
+    layout = layout_of(copy)[BY_KEY_TABLE]
+    overwrite(copy, sorted(layout.leaves)[3], "zeros")
+    overwrite(copy, min(layout.branches), "zeros")
+    before = (copy / "data.mdb").read_bytes()
+    assert mended(copy) == []
+    assert (copy / "data.mdb").read_bytes() == before
 
 
 def test_a_leaf_is_not_rebuilt_from_what_is_damaged_itself(copy: Path) -> None:

@@ -4,6 +4,8 @@ nothing.
     a page with one flipped bit       its checksum names the bit
     a version with one flipped bit    so does the frame's, and the block's must agree
     a leaf of by_key                  rebuilt from the newest versions in the partition's blocks
+    a leaf of by_seqno                rebuilt from the blocks that have pages of their own
+    a branch                          rebuilt from the pages that nothing else leads to
     a block                           from another copy's versions (failover.rules.repair says
                                       which may be taken), byte for byte as its checksums say
 
@@ -19,7 +21,8 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Final
 
@@ -27,15 +30,18 @@ import google_crc32c
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import Manifest, collection_of
-from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
-from vbucket.store.lmdb.lmdb_pages import MAIN_TABLE
-from vbucket.store.lmdb.page_mend import BadPage, PageMender, unflipped
+from vbucket.store.lmdb.lmdb_pages import BRANCH, MAIN_TABLE
+from vbucket.store.lmdb.page_mend import BadPage, LargePlace, PageMender, unflipped
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 
+RELINKED: Final = "the pages below it were found again, as many as the table counts"
+RELISTED: Final = "its blocks were found again, each following the one before"
 BIT: Final = "one flipped bit was put back, as the checksum says"
 REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
 FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
@@ -65,6 +71,10 @@ def mend(mender: PageMender, table: str, key: bytes) -> str:
             how.append(BIT)
         elif where == BY_KEY_TABLE and bad.is_leaf and _rebuild(mender, key, bad):
             how.append(REBUILT)
+        elif where == BY_SEQNO_TABLE and bad.is_leaf and _relist(mender, key, bad):
+            how.append(RELISTED)
+        elif bad.kind == BRANCH and _relink(mender, where, key, bad):
+            how.append(RELINKED)
         else:
             return ""
     if table == BY_SEQNO_TABLE and not _mend_body(mender, key, how):
@@ -166,6 +176,70 @@ def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:
         return False
     check_records(dict(rows))
     return mender.put_rows(BY_KEY_TABLE, key, bad, rows)
+
+
+def _relink(mender: PageMender, table: str, key: bytes, bad: BadPage) -> bool:
+    """Rebuild a branch."""
+    try:
+        return mender.put_branch(table, key, bad)
+    except StoreDamagedError:
+        return False
+
+
+def _relist(mender: PageMender, key: bytes, bad: BadPage) -> bool:
+    """Rebuild a leaf of by_seqno, if all its blocks have pages of their own."""
+    try:
+        blocks = {each.key: (place, each) for place, each in _blocks_within(mender, bad)}
+        view = StoreView(mender)
+        records = view.partitions()
+        last = max(records, default=0) if bad.high is None else int.from_bytes(bad.high[:2], "big")
+        for vb_id in range(int.from_bytes(bad.low[:2], "big"), last + 1):
+            own = [block for each, (_, block) in sorted(blocks.items()) if block.vb_id == vb_id]
+            seqno, end = _ends_of(mender, vb_id, records.get(vb_id), bad)
+            for block in own:
+                if block.seqno_before != seqno:
+                    return False
+                seqno = block.last_seqno
+            if seqno != end:
+                return False
+    except StoreDamagedError:
+        return False
+    rows = [(each, place) for each, (place, _) in sorted(blocks.items())]
+    return mender.put_rows(BY_SEQNO_TABLE, key, bad, rows)
+
+
+def _ends_of(
+    mender: PageMender, vb_id: int, record: PartitionRecord | None, bad: BadPage
+) -> tuple[int, int]:
+    """Return where a partition's blocks outside of a leaf end before it, and where those that it
+    had end. Raises StoreDamagedError.
+    """
+    seqno, end = 0, 0 if record is None else record.last_seqno
+    if bad.low[:2] == vb_id.to_bytes(2, "big") and len(bad.low) == BLOCK_KEY.size:
+        below = block_key(vb_id, BLOCK_KEY.unpack(bad.low)[1] - 1)
+        before = mender.last_at_or_before(BY_SEQNO_TABLE, below)
+        if before is not None and before[0][:2] == bad.low[:2]:
+            seqno = Block(*before).last_seqno
+    if bad.high is not None and bad.high[:2] == vb_id.to_bytes(2, "big"):
+        behind = mender.first_at_or_after(BY_SEQNO_TABLE, bad.high)
+        if behind is not None and behind[0][:2] == bad.high[:2]:
+            end = Block(*behind).seqno_before
+    return seqno, end
+
+
+def _blocks_within(mender: PageMender, bad: BadPage) -> Iterator[tuple[LargePlace, Block]]:
+    """Yield the blocks with pages of their own whose keys a leaf of by_seqno had. Raises
+    StoreDamagedError.
+    """
+    first = int.from_bytes(bad.low[:2], "big")
+    last = NUM_VBUCKETS - 1 if bad.high is None else int.from_bytes(bad.high[:2], "big")
+    for number, value in mender.large_values():
+        size, first_seqno = described_in(value)
+        for vb_id in range(first, last + 1):
+            key = block_key(vb_id, first_seqno)
+            if key >= bad.low and (bad.high is None or key < bad.high):
+                with suppress(StoreDamagedError):
+                    yield LargePlace(number, size), Block(key, value[:size])
 
 
 class _UnknownKeysError(Exception):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from failover.rules.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Branch, check_undo
+from vbucket.engine.partition import Branch, Partition, check_undo
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.manifest import is_ahead
 
@@ -88,18 +88,24 @@ def adopt_floors(engine: Engine, vb_id: int, floor: int, purge: int, committed_s
     """Take over the master's history floor and purge seqno, which its control entries carry.
 
     `committed_seqno` is the master's when it sent them: the replica may not know yet that so much
-    is committed. Values below the partition's own change nothing. Raises FloorsRefusedError for
-    floors that no master can have, or above what this replica holds.
+    is committed. Values below the partition's own change nothing. Raises FloorsRefusedError, see
+    `check_floors`.
     """
-    part = engine.partitions[vb_id]
+    check_floors(engine.partitions[vb_id], floor, purge, committed_seqno)
+    engine.keyspace.raise_floor(vb_id, floor, purge, known_seqno=committed_seqno)
+
+
+def check_floors(part: Partition, floor: int, purge: int, committed_seqno: int) -> None:
+    """Raise FloorsRefusedError for floors that no master can have, or above what this replica
+    holds.
+    """
     if floor > min(committed_seqno, part.high_seqno) or purge >= max(floor, 1):
         raise FloorsRefusedError(
-            f"partition {vb_id}: the master sent history floor {floor} and purge seqno {purge}, "
-            "with "
-            f"committed seqno {committed_seqno}. This replica ends at seqno {part.high_seqno}. A "
-            "purge seqno is below its floor, and a floor is a committed change that is here"
+            f"partition {part.vb_id}: the master sent history floor {floor} and purge seqno "
+            f"{purge}, with committed seqno {committed_seqno}. This replica ends at seqno "
+            f"{part.high_seqno}. A purge seqno is below its floor, and a floor is a committed "
+            "change that is here"
         )
-    engine.keyspace.raise_floor(vb_id, floor, purge, known_seqno=committed_seqno)
 
 
 def begin_snapshot(engine: Engine, vb_id: int, window: SnapshotWindow) -> None:

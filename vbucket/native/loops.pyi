@@ -147,11 +147,13 @@ def text_changes(
 def text_gets(
     text: bytes | bytearray, position: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the lines of `get` with one key as GETKs, as `text_changes` does."""
+    """Return the lines of `get` as a GETK for the last key of each, and GETKQs for those before it,
+    as `text_changes` does. No line begins behind `count_max` keys, and none is cut.
+    """
 
 def text_values(answers: bytes, shows_cas: bool, are_lines: bool, /) -> bytes:
-    """Return the answers of GETKs as VALUE lines and blocks, with the CAS for `gets`. `are_lines`:
-    each answer ends with END, and may be a miss. Raises ValueError for other answers.
+    """Return the answers of GETKs and GETKQs as VALUE lines and blocks, with the CAS for `gets`.
+    `are_lines`: that of a GETK ends with END, and may be a miss. Raises ValueError for others.
     """
 
 def text_outcomes(answers: list[bytes], /) -> bytes:

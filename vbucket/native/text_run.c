@@ -16,6 +16,7 @@
 #define RUN_MAX 256
 #define HEADER_BYTES 24
 #define GETK 0x0c
+#define GETKQ 0x0d
 #define KEY_BYTES_MAX 250
 #define DIGITS_MAX 20
 #define NO_INITIAL UINT32_MAX /* the expiry of a counter command that creates none */
@@ -184,21 +185,32 @@ static int list_add(PyObject *list, Py_ssize_t number)
     return is_added;
 }
 
-/* Reads `get` and one key. Returns 0 if it is none. */
-static int get_read(TextCommand *get, const uint8_t *at, const uint8_t *end)
+/* Reads a line of `get`: each key is a GETKQ, the last one a GETK. Returns how many; 0: it is none,
+   or there is no room for it. */
+static size_t get_read(TextCommand *gets, size_t room, const uint8_t *at, const uint8_t *end)
 {
-    if (!text_is(at, end, "get ") || (at = key_read(get, at + 4, end, '\r')) == NULL ||
-        at == end || *at != '\n')
+    if (!text_is(at, end, "get "))
         return 0;
-    get->end = at + 1;
-    return 1;
+    at += 4;
+    for (size_t count = 0; count < room; count++) {
+        TextCommand *get = &gets[count];
+        const uint8_t *after = key_read(get, at, end, ' ');
+        get->opcode = after != NULL ? GETKQ : GETK;
+        if (after == NULL && ((after = key_read(get, at, end, '\r')) == NULL || after == end ||
+                              *after++ != '\n'))
+            return 0;
+        get->end = at = after;
+        if (get->opcode == GETK)
+            return count + 1;
+    }
+    return 0;
 }
 
 static uint8_t *get_write(uint8_t *at, const TextCommand *get)
 {
     memset(at, 0, HEADER_BYTES);
     at[0] = 0x80;
-    at[1] = GETK;
+    at[1] = get->opcode;
     put_be(at + 2, get->key_bytes, 2);
     put_be(at + 8, get->key_bytes, 4);
     memcpy(at + HEADER_BYTES, get->key, get->key_bytes);
@@ -267,23 +279,41 @@ PyObject *loops_text_gets(PyObject *Py_UNUSED(module), PyObject *args)
     TextCommand gets[RUN_MAX];
     size_t count = 0, bytes = 0;
     const uint8_t *at = text_at(&text, position), *end = text_at(&text, text.len);
-    for (; count < RUN_MAX && count < count_max && get_read(&gets[count], at, end); count++) {
-        at = gets[count].end;
-        bytes += HEADER_BYTES + gets[count].key_bytes;
+    while (count < count_max) {
+        size_t keys = get_read(&gets[count], RUN_MAX - count, at, end);
+        if (!keys)
+            break;
+        for (; keys; keys--, count++)
+            bytes += HEADER_BYTES + gets[count].key_bytes;
+        at = gets[count - 1].end;
     }
     PyObject *packet = packet_of(gets, count, bytes, text.buf, get_write);
     PyBuffer_Release(&text);
     return packet;
 }
 
-/* Writes what comes before the value: all but the key has few bytes. */
-static int head_write(char *to, const uint8_t *answer, size_t value_bytes, int shows_cas)
+/* Writes a space and a number. Returns how many bytes. */
+static size_t number_write(char *to, uint64_t number)
 {
-    uint32_t flags = be32(answer + HEADER_BYTES);
+    char digits[DIGITS_MAX];
+    size_t count = 0;
+    do
+        digits[DIGITS_MAX - ++count] = (char)('0' + number % 10);
+    while (number /= 10);
+    *to = ' ';
+    memcpy(to + 1, digits + DIGITS_MAX - count, count);
+    return 1 + count;
+}
+
+/* Writes what comes before the value: all but the key has few bytes. */
+static size_t head_write(char *to, const uint8_t *answer, size_t value_bytes, int shows_cas)
+{
+    size_t bytes = number_write(to, be32(answer + HEADER_BYTES));
+    bytes += number_write(to + bytes, value_bytes);
     if (shows_cas)
-        return snprintf(to, 3 * NUMBER_TEXT_BYTES, " %lu %zu %llu\r\n", (unsigned long)flags,
-                        value_bytes, (unsigned long long)be64(answer + 16));
-    return snprintf(to, 3 * NUMBER_TEXT_BYTES, " %lu %zu\r\n", (unsigned long)flags, value_bytes);
+        bytes += number_write(to + bytes, be64(answer + 16));
+    memcpy(to + bytes, "\r\n", 2);
+    return bytes + 2;
 }
 
 /* Writes a document. Returns what is behind it. */
@@ -316,14 +346,14 @@ static Py_ssize_t values_write(char *to, const uint8_t *at, size_t bytes, int sh
                 return -1;
             size_t value_bytes = answer_bytes - HEADER_BYTES - 4 - be16(at + 2);
             char head[3 * NUMBER_TEXT_BYTES];
-            size_t head_bytes = (size_t)head_write(head, at, value_bytes, shows_cas);
+            size_t head_bytes = head_write(head, at, value_bytes, shows_cas);
             if (to != NULL)
                 to = value_write(to, at, head, head_bytes, value_bytes);
             written += 6 + be16(at + 2) + head_bytes + value_bytes + 2;
-        } else if (!are_lines) {
+        } else if (!are_lines || at[1] != GETK) {
             return -1;
         }
-        if (are_lines) {
+        if (are_lines && at[1] == GETK) {
             if (to != NULL) {
                 memcpy(to, "END\r\n", 5);
                 to += 5;

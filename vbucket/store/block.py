@@ -84,6 +84,12 @@ WALKS_MAX: Final = 16
 """As many as the running backlogs of a connection. A block takes some KiB for its columns."""
 
 
+def described_in(value: bytes) -> tuple[int, int]:
+    """Return how long a block is, as its header says, and its first seqno."""
+    _, flags, _, count, _, _, first, _, body_bytes, _, _ = BLOCK_HEADER.unpack_from(value)
+    return BLOCK_HEADER_BYTES + count * (24 if flags & _HAS_SEQNOS else 16) + body_bytes, first
+
+
 class BlockDamagedError(StoreDamagedError):
     """A block is not what was written, or is missing."""
 

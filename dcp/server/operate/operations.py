@@ -40,8 +40,7 @@ from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import Fault, FaultTable
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.producer import Producer
-from dcp.stream.rate import RateLimit
-from dcp.stream.stream_limits import StreamChoice
+from dcp.stream.stream_limits import RateLimit, StreamChoice
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

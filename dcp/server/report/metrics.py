@@ -404,6 +404,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         one(lambda of: of.meter.streams_too_slow),
     ),
     MetricSpec(
+        "dcpd_streams_purged_past_total", "counter", "", (),
+        "Streams that ended because deletions were purged which they still had to send.",
+        "rising without a purge on command: consumers begin again at 0",
+        one(lambda of: of.hub.purged_past),
+    ),
+    MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
         "Space on disk of the log and of the store.", "near the size of the disk", _disk,
     ),

@@ -9,7 +9,8 @@ Invariants
 - one compaction at a time; merges go between its slices (dcp.core.store_schedule);
 - the floors of a slice are looked up when it begins, so no merge can have brought a later branch
   (`dcp.core.floors` says which floors). The next merge finds them in the store's records;
-- a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
+- a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4); one of a
+  copy's node is not waited for any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dcp.core.floors import FloorCycle
+from dcp.core.floors import PIN_LIMIT_S, FloorCycle, Reader
 from dcp.core.store_schedule import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
@@ -34,16 +35,14 @@ from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import FAILURES, Ask, StoreQueue
 from dcp.server.storage.waiters import CommitWaiters
-from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
+from dcp.stream.remote_readers import RemoteReader
 from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.upkeep.compaction import SliceReport
 from vbucket.upkeep.retention import FloorStep, Windows
 
-PIN_LIMIT_S: Final = 300.0
-"""How long a stream may stand still in a snapshot while compaction waits for it."""
 PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes since the last plan free hardly anything, so the next plan waits. It waits for
 PLAN_REST_S at most, because windows also move with time."""
@@ -102,7 +101,7 @@ class Compaction:
         )
         self.kept = KeptConsumers(engine, floors.store, meter, log)
         self._turn = asyncio.Lock()
-        self._standing: dict[ActiveStream, tuple[int, float]] = {}
+        self._standing: dict[Reader, tuple[int, float]] = {}
         """Streams that hold a step back -> their position, and since when they are there."""
         self._planned_changes = 0
         self._planned_s = 0.0
@@ -226,11 +225,15 @@ class Compaction:
                 del self._standing[stream]  # it moved, or nothing waits for it any more
             elif now_s - since_s >= PIN_LIMIT_S:
                 self._meter.streams_too_slow += 1
+                if isinstance(stream, RemoteReader):
+                    stream.is_left_behind, what = True, "a copy's stream is not waited for"
+                else:
+                    what = "stream ended"
+                    self._hub.end(stream, EndReason.TOO_SLOW)
                 self._log.warning(
-                    "stream ended: it made no progress while compaction waited for it",
+                    f"{what}: it made no progress while compaction waited for it",
                     vb_id=stream.vb_id, seqno=seqno, waited_s=round(now_s - since_s),
                 )  # fmt: skip
-                self._hub.end(stream, EndReason.TOO_SLOW)
 
     async def _compact(self) -> tuple[int, int]:
         """Compact the partitions whose floors were raised, in slices; return how many versions and

@@ -22,7 +22,7 @@ from failover.replication.handover import (
     UNWRITTEN_GROUP_MAX,
 )
 from failover.replication.mastership import Service
-from failover.replication.messages import FORMAT, Greeting, encode
+from failover.replication.messages import FORMAT, FORMAT_OLDEST, Greeting, encode
 from failover.rules.isr import CONFIRMATION_NS, ELECTION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
@@ -454,7 +454,7 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
     ("change", "words"),
     [
         ({"format": FORMAT + 1, "oldest": FORMAT + 1}, "Upgrade the older"),
-        ({"format": FORMAT - 1, "oldest": FORMAT - 2}, "Upgrade the older"),
+        ({"format": FORMAT_OLDEST - 1, "oldest": FORMAT_OLDEST - 2}, "Upgrade the older"),
         ({"cluster": "other"}, "belongs to cluster 'other'"),
         ({"member": "stranger"}, "stranger is no member"),
         ({"master": "c"}, "wants to reach member c; here is a"),

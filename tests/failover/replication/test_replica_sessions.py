@@ -228,7 +228,7 @@ def test_an_acknowledgement_is_taken_in_any_pieces(
     """One that comes alone takes a shorter way through the session."""
     taken: list[bytes] = []
     assert replicate(peer).status == Status.OK
-    monkeypatch.setattr(peer.state.feed, "take_acknowledgement", taken.append)
+    monkeypatch.setattr(peer.state.feed, "take_acknowledgement", lambda *got: taken.append(got[0]))
     acks = [pack_ack(number, number + 1) for number in range(1, 6)]
     first_byte = acks[2][:1]
     pieces = (acks[0], acks[1] + first_byte, acks[2][1:], acks[3] + acks[4])

@@ -48,25 +48,27 @@ METAS: Final = 2
 """Meta pages: the first pages of a file. A transaction writes the one of its parity."""
 _MAGIC: Final = 0xBEEFC0DE
 _DATA_VERSION: Final = 1
-BRANCH, _LEAF, _META = 1, 2, 8
+BRANCH, LEAF, LARGE, _META = 1, 2, 4, 8
 BIG_VALUE: Final = 1
 _TABLE: Final = 2
 """Flags of a node: its value is on pages of its own; it is a table's record."""
-_KINDS: Final = {BRANCH: "branch", _LEAF: "leaf"}
-_NODES_MIN: Final = {BRANCH: 2, _LEAF: 1}
-_NO_ROOT: Final = 2**64 - 1
+_KINDS: Final = {BRANCH: "branch", LEAF: "leaf"}
+_NODES_MIN: Final = {BRANCH: 2, LEAF: 1}
+NO_ROOT: Final = 2**64 - 1
 DEPTH_MAX: Final = 32
 _PAGE_BYTES_MIN, _PAGE_BYTES_MAX = 256, 0x8000
-_HEADER: Final = Struct("=QHHHH")
+PAGE_HEAD: Final = Struct("=QHHHH")
 """Page number, pad, flags, lower and upper end of the free space between slots and nodes."""
-HEADER_BYTES: Final = _HEADER.size
-_NODE: Final = Struct("=IHH")
+HEADER_BYTES: Final = PAGE_HEAD.size
+LARGE_HEAD: Final = Struct("=QHHI")
+"""Of a value that has pages of its own: page number, pad, flags, how many pages."""
+NODE: Final = Struct("=IHH")
 """Size of the value (of a branch: low bits of the child's number), flags (high bits), key size."""
-_NODE_BYTES: Final = _NODE.size
-_TREE: Final = Struct("=IHHQQQQQ")
+_NODE_BYTES: Final = NODE.size
+TREE_RECORD: Final = Struct("=IHHQQQQQ")
 """Pad (page size, in the free list's), flags, depth, branch, leaf and overflow pages, entries,
 root."""
-TREE_RECORD_BYTES: Final = _TREE.size
+TREE_RECORD_BYTES: Final = TREE_RECORD.size
 _META_BODY: Final = Struct("=II16x48s48sQQ")
 """Magic, version, the trees of free pages and of tables, last page, transaction."""
 META_BYTES: Final = HEADER_BYTES + _META_BODY.size
@@ -121,7 +123,7 @@ class Page:
 
     def fill(self, raw: bytes, slots: Sequence[int], *, is_ordered: bool) -> str:
         """Decode the nodes of a page; return what is wrong with them, "" if nothing is."""
-        nodes = [_NODE.unpack_from(raw, at) for at in slots]
+        nodes = [NODE.unpack_from(raw, at) for at in slots]
         ends = [at + _NODE_BYTES + node[2] for at, node in zip(slots, nodes, strict=True)]
         self.keys = keys = [
             raw[at + _NODE_BYTES : end] for at, end in zip(slots, ends, strict=True)
@@ -136,7 +138,7 @@ class Page:
             ends = [
                 end + (_U64.size if flags & BIG_VALUE else size) for end, size, flags in self.nodes
             ]
-        if max(ends) > len(raw) or (self.kind == _LEAF and not keys[0]):
+        if max(ends) > len(raw) or (self.kind == LEAF and not keys[0]):
             return _OUTSIDE
         # Nodes begin at even places, and there is nothing between them.
         if sum(end + (end & 1) for end in ends) - sum(slots) != len(raw) - min(slots):
@@ -265,12 +267,12 @@ class PageReader:
     def free_pages(self) -> Iterator[int]:
         """Yield the numbers of the pages that are free."""
         depth, root, _ = self._state.free
-        level = [] if root == _NO_ROOT else [root]
+        level = [] if root == NO_ROOT else [root]
         for _ in range(1, depth):
             pages = [self._page(FREE_TABLE, b"", number, BRANCH) for number in level]
             level = [child for page in pages for child in page.children]
         for number in level:
-            page = self._page(FREE_TABLE, b"", number, _LEAF)
+            page = self._page(FREE_TABLE, b"", number, LEAF)
             for key, node in zip(page.keys, page.nodes, strict=True):
                 data = bytes(self._value(FREE_TABLE, key, number, node))
                 count = _U64.unpack_from(data)[0] if len(data) >= _U64.size else -1
@@ -309,12 +311,14 @@ class PageReader:
         for number, page, low, high in self._leaves(MAIN_TABLE, b"", None):
             for at in range(low, high):
                 place, size, flags = page.nodes[at]
-                if flags != _TABLE or size != _TREE.size:
+                if flags != _TABLE or size != TREE_RECORD.size:
                     what = "has a node that is no table"
                     raise self._damaged(MAIN_TABLE, page.keys[at], number, what)
                 start = number * self._page_bytes + place
                 record = bytes(self._view[start : start + size])
-                if tree_flags := _TREE.unpack(record)[1]:  # LMDB opens no table whose flags differ
+                if tree_flags := TREE_RECORD.unpack(record)[
+                    1
+                ]:  # LMDB opens no table whose flags differ
                     why = f"has a table with the flags {tree_flags}"
                     raise self._damaged(MAIN_TABLE, page.keys[at], number, why)
                 name = page.keys[at].decode(errors="backslashreplace")
@@ -326,7 +330,7 @@ class PageReader:
         it. None: the table is empty.
         """
         depth, number, _ = self._trees.get(table) or self._tree(table)
-        if number == _NO_ROOT:
+        if number == NO_ROOT:
             return None
         if not 0 < depth <= DEPTH_MAX:
             raise self._damaged(table, key, number, f"is the root of a tree of {depth} levels")
@@ -389,11 +393,11 @@ class PageReader:
             self._check_sides(table, leaf, at, len(keys))
             return found
         # Look-ups touch all leaves of a table, too many to keep. Search the raw page.
-        raw, slots = self._raw(table, key, number, _LEAF)
+        raw, slots = self._raw(table, key, number, LEAF)
         at = bisect_left(slots, key, key=partial(_key_at, raw))
         found = []
         for slot in slots[max(at - 1, 0) : at + 1]:
-            size, flags, key_bytes = _NODE.unpack_from(raw, slot)
+            size, flags, key_bytes = NODE.unpack_from(raw, slot)
             end = slot + _NODE_BYTES + key_bytes
             there = raw[slot + _NODE_BYTES : end]
             if there < lowest or (highest is not None and there >= highest):
@@ -435,7 +439,7 @@ class PageReader:
     def _keys_of(self, table: str, key: bytes, leaf: _Leaf) -> Page:
         """Return a checked leaf with keys within its bounds."""
         number, low, high = leaf
-        page = self._page(table, key, number, _LEAF)
+        page = self._page(table, key, number, LEAF)
         keys = page.keys
         if keys[0] < low or (high is not None and keys[-1] >= high):
             raise self._misplaced(table, key, number)
@@ -471,7 +475,7 @@ class PageReader:
         if not METAS <= number <= self._state.last_page or stop > len(self._view):
             raise self._damaged(table, key, number, "is not in the file")
         raw = self._bytes(table, key, start, stop)
-        own, _, flags, lower, upper = _HEADER.unpack_from(raw)
+        own, _, flags, lower, upper = PAGE_HEAD.unpack_from(raw)
         if own != number:
             raise self._damaged(table, key, number, f"says that it is page {own}")
         if flags != kind:
@@ -540,9 +544,9 @@ def is_meta(data: memoryview) -> bool:
 
 def read_meta(data: bytes, slot: int) -> Meta | None:
     """Return the content of a meta page from its first META_BYTES, None if it is invalid."""
-    number, _, flags, _, _ = _HEADER.unpack_from(data)
+    number, _, flags, _, _ = PAGE_HEAD.unpack_from(data)
     magic, version, free, main, last_page, transaction = _META_BODY.unpack_from(data, HEADER_BYTES)
-    page_bytes: int = _TREE.unpack(free)[0]
+    page_bytes: int = TREE_RECORD.unpack(free)[0]
     is_sound = (
         number == slot
         and flags & _META
@@ -551,7 +555,7 @@ def read_meta(data: bytes, slot: int) -> Meta | None:
         and _PAGE_BYTES_MIN <= page_bytes <= _PAGE_BYTES_MAX
         and not page_bytes & (page_bytes - 1)
         and last_page >= METAS - 1
-        and not _TREE.unpack(main)[1]  # LMDB opens no table if the list of tables has flags
+        and not TREE_RECORD.unpack(main)[1]  # LMDB opens no table if the list of tables has flags
     )
     if not is_sound:
         return None
@@ -560,7 +564,7 @@ def read_meta(data: bytes, slot: int) -> Meta | None:
 
 def tree_of(record: bytes) -> Tree:
     """Return the tree that a table's record describes (TREE_RECORD_BYTES)."""
-    _, _, depth, _, _, large_pages, _, root = _TREE.unpack(record)
+    _, _, depth, _, _, large_pages, _, root = TREE_RECORD.unpack(record)
     return Tree(depth, root, large_pages)
 
 

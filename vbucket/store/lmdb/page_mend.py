@@ -2,6 +2,7 @@
 
     a flipped bit    the difference of two CRC-32C names the bit; the page is written as it was
     a leaf           with the rows that the caller derived from other tables, and a new checksum
+    a branch         with the pages that nothing else leads to (`page_orphans`), and a new checksum
 
 Nothing else of the file changes: no tree, no state, no transaction. So readers of any state see the
 damaged page or the mended one. A crash in between leaves a damaged page, which is mended again.
@@ -18,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from struct import Struct
 from types import TracebackType
@@ -32,16 +34,15 @@ from vbucket.store.lmdb.lmdb_pages import (
     BRANCH,
     FIRST_PAGE_ONLY,
     HEADER_BYTES,
+    LARGE,
+    LARGE_HEAD,
+    LEAF,
+    NODE,
+    PAGE_HEAD,
     pages_of,
 )
-from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_orphans import OrphanScan
 
-_LEAF: Final = 2
-_PAGE_HEAD: Final = Struct("=QHHHH")
-_NODE: Final = Struct("=IHH")
-_LARGE: Final = 4
-_LARGE_HEAD: Final = Struct("=QHHI")
-"""Page number, pad, flags, how many pages."""
 _CASTAGNOLI: Final = 0x82F63B78
 _SUMMED_MAX: Final = 4
 """Of so many pages the place of a flipped bit is certain."""
@@ -89,23 +90,51 @@ def unflipped(data: bytes, wanted: int) -> bytes | None:
     return bytes(fixed)
 
 
-def leaf_of_rows(number: int, page_bytes: int, rows: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+class LargePlace(NamedTuple):
+    """A value that has pages of its own."""
+
+    number: int
+    size: int
+
+
+def leaf_of_rows(
+    number: int, page_bytes: int, rows: Sequence[tuple[bytes, bytes | LargePlace]]
+) -> bytes | None:
     """Return a leaf with these rows, which ascend; None: they do not fit, or there are none."""
+    nodes = [
+        NODE.pack(value.size, BIG_VALUE, len(key)) + key + value.number.to_bytes(8, sys.byteorder)
+        if isinstance(value, LargePlace)
+        else NODE.pack(len(value), 0, len(key)) + key + value
+        for key, value in rows
+    ]
+    return _page_of_nodes(number, page_bytes, LEAF, nodes)
+
+
+def branch_of(number: int, page_bytes: int, below: Sequence[tuple[bytes, int]]) -> bytes | None:
+    """Return a branch above these pages, each with its lowest key; None: they do not fit."""
+    keys = [b"", *(key for key, _ in below[1:])]
+    nodes = [
+        NODE.pack(child & 0xFFFF_FFFF, child >> 32, len(key)) + key
+        for key, (_, child) in zip(keys, below, strict=True)
+    ]
+    return _page_of_nodes(number, page_bytes, BRANCH, nodes)
+
+
+def _page_of_nodes(number: int, page_bytes: int, kind: int, nodes: list[bytes]) -> bytes | None:
     page = bytearray(page_bytes)
     slots: list[int] = []
     end = page_bytes
-    for key, value in rows:
-        size = _NODE.size + len(key) + len(value)
-        end -= size + (size & 1)
-        if end < _PAGE_HEAD.size + 2 * len(rows):
+    for node in nodes:
+        end -= len(node) + (len(node) & 1)
+        if end < PAGE_HEAD.size + 2 * len(nodes):
             return None
-        page[end : end + size] = _NODE.pack(len(value), 0, len(key)) + key + value
+        page[end : end + len(node)] = node
         slots.append(end)
     if not slots:
         return None
-    lower = _PAGE_HEAD.size + 2 * len(slots)
-    _PAGE_HEAD.pack_into(page, 0, number, 0, _LEAF, lower, end)
-    Struct(f"={len(slots)}H").pack_into(page, _PAGE_HEAD.size, *slots)
+    lower = PAGE_HEAD.size + 2 * len(slots)
+    PAGE_HEAD.pack_into(page, 0, number, 0, kind, lower, end)
+    Struct(f"={len(slots)}H").pack_into(page, PAGE_HEAD.size, *slots)
     return bytes(page)
 
 
@@ -124,7 +153,7 @@ class BadPage(NamedTuple):
     @property
     def is_leaf(self) -> bool:
         """Whether it has rows."""
-        return self.kind == _LEAF
+        return self.kind == LEAF
 
 
 class ValuePlace(NamedTuple):
@@ -136,7 +165,7 @@ class ValuePlace(NamedTuple):
     """Its first page, if it has pages of its own."""
 
 
-class PageMender(PageScan):
+class PageMender(OrphanScan):
     """See the module. `with` closes its descriptor."""
 
     def __init__(self, file: PageFile) -> None:
@@ -165,12 +194,12 @@ class PageMender(PageScan):
         depth, number, _ = self._tree(table)
         low, high = b"", None
         for level in range(depth, 0, -1):
-            kind = BRANCH if level > 1 else _LEAF
+            kind = BRANCH if level > 1 else LEAF
             try:
                 page = self._page(table, key, number, kind)
             except StoreDamagedError:
                 return BadPage(number, kind, 1, 1, low, high)
-            if kind == _LEAF:
+            if kind == LEAF:
                 return self._bad_value(table, key, number)
             after = next((at for at, each in enumerate(page.keys) if each > key), len(page.keys))
             high = page.keys[after] if after < len(page.keys) else high
@@ -179,7 +208,7 @@ class PageMender(PageScan):
         return None
 
     def _bad_value(self, table: str, key: bytes, leaf: int) -> BadPage | None:
-        page = self._page(table, key, leaf, _LEAF)
+        page = self._page(table, key, leaf, LEAF)
         if key not in page.keys:
             return None
         place, size, flags = page.nodes[page.keys.index(key)]
@@ -208,10 +237,27 @@ class PageMender(PageScan):
         return fixed is not None and self._put(table, key, bad, fixed)
 
     def put_rows(
-        self, table: str, key: bytes, bad: BadPage, rows: Sequence[tuple[bytes, bytes]]
-    ) -> bool:
+        self, table: str, key: bytes, bad: BadPage,
+        rows: Sequence[tuple[bytes, bytes | LargePlace]],
+    ) -> bool:  # fmt: skip
         """Mend a leaf with the rows that it must have; return whether they fit."""
-        page, sums = leaf_of_rows(bad.number, self._page_bytes, rows), self._sums
+        return self._put_anew(table, key, bad, leaf_of_rows(bad.number, self._page_bytes, rows))
+
+    def put_branch(self, table: str, key: bytes, bad: BadPage) -> bool:
+        """Mend a branch with the pages that nothing else leads to; return whether that was it.
+        Raises StoreDamagedError.
+        """
+        below = self.orphans(table, bad.number, bad.low)
+        if not below or (bad.high is not None and below[-1][0] >= bad.high):
+            return False
+        if any(lowest < bad.low for lowest, _ in below):
+            return False
+        page = branch_of(bad.number, self._page_bytes, below)
+        return self._put_anew(table, key, bad, page)
+
+    def _put_anew(self, table: str, key: bytes, bad: BadPage, page: bytes | None) -> bool:
+        """Mend a page with a content that has another checksum."""
+        sums = self._sums
         before = None if sums is None else sums.known(bad.number)
         if page is None or sums is None or before is None:
             return False
@@ -267,7 +313,7 @@ class PageMender(PageScan):
         """
         assert place.number is not None, "it has pages of its own"
         pages = pages_of(len(value), self._page_bytes)
-        head = _LARGE_HEAD.pack(place.number, 0, _LARGE, pages)
+        head = LARGE_HEAD.pack(place.number, 0, LARGE, pages)
         try:
             tail = self._page_of(table, key, place.number + pages - 1, 1)
         except StoreDamagedError:

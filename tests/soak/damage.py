@@ -1,0 +1,368 @@
+"""Damages files of one node of a cluster of three processes under load, one after the other, and
+looks what becomes of each: `scripts/soak damage`.
+
+    a file of n2 is damaged ── its scrubber reads everything, or it is started again ──> repaired,
+    named, or of no use to anybody ── what was only named gets its bytes back ──> the next one
+
+A client reads and writes all the time, through all nodes. What must hold: no answer is wrong; what
+is damaged is repaired or named within a minute; a client is refused for longer than 2 s only while
+something is named; after each damage all keys can be read; at the end the copies are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from clients.errors import DcpdError
+from clients.kv.client import KvClient
+from clients.testing.cluster import DcpCluster
+from clients.testing.process import ServerRefusedError, ServerStartError
+from support.lmdb_layout import PAGE_BYTES, layout_of
+
+PARTITIONS: Final = 64
+KEYS: Final = 3_000
+ERROR_S: Final = 2.0
+"""Errors of a client may take so long."""
+NAMED_S: Final = 12.0
+"""What is not mended after so long is taken to be named only: other copies are asked every 10 s."""
+MENDED_S: Final = 60.0
+FAULTS: Final = ("bit", "bits", "zeros", "sector", "misdirected", "stale")
+RESULTS: Final = ("repaired", "named", "no effect", "wrong", "error > 2 s", "not in 60 s")
+TABLES: Final = {"by_key": "keys", "by_seqno": "versions", "state": "state",
+                 "failover": "failover", "meta": "meta"}  # fmt: skip
+RESTARTED: Final = "restarted, "
+"""Places in files that are read at a start only."""
+
+
+class Hit(NamedTuple):
+    """One damage: bytes of a file, and what was there."""
+
+    fault: str
+    place: str
+    path: Path
+    at: int
+    before: bytes
+    is_cut: bool = False
+
+    def put_back(self) -> None:
+        """Give the file back what it held."""
+        with self.path.open("r+b") as file:
+            file.seek(self.at)
+            file.write(self.before)
+
+
+def value_of(key: int, version: int) -> bytes:
+    return random.Random(key * 1_000_003 + version).randbytes(300 + 700 * (key % 3))
+
+
+class Load:
+    """Reads and writes of one client. A key that is refused is asked for until it is answered."""
+
+    def __init__(self, kv: KvClient, seed: int) -> None:
+        self._kv = kv
+        self._draw = random.Random(seed)
+        self.versions = dict.fromkeys(range(KEYS), 0)
+        self.unsure: set[int] = set()
+        self.answers = self.wrong = self.refused = 0
+        self.longest_s = 0.0
+        """For how long a key was refused, since that was looked at last."""
+
+    async def run(self) -> None:
+        """Read and write until cancelled."""
+        while True:
+            await self.read(self._draw.randrange(KEYS))
+            if self._draw.random() < 0.2:
+                await self.write(self._draw.randrange(KEYS))
+            await asyncio.sleep(0.002)
+
+    async def write(self, key: int) -> None:
+        """Write the next version of a key; a refusal is taken."""
+        version = self.versions[key] + 1
+        self.unsure.add(key)
+        began_s = time.monotonic()
+        try:
+            await self._kv.set(b"key %d" % key, value_of(key, version))
+        except DcpdError:
+            self.refused += 1
+            return
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+        self.versions[key] = version
+        self.unsure.discard(key)
+
+    async def read(self, key: int) -> None:
+        """Read a key until it is answered, and compare."""
+        began_s = time.monotonic()
+        while True:
+            expected, unsure = self.versions[key], key in self.unsure
+            try:
+                value = (await self._kv.get(b"key %d" % key)).value
+                break
+            except DcpdError:
+                self.refused += 1
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+            await asyncio.sleep(0.05)
+        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+        self.answers += 1
+        may_be = {expected, expected + 1} if unsure or key in self.unsure else {expected}
+        self.wrong += value not in {value_of(key, version) for version in may_be}
+
+
+class Damager:
+    """Damages files of a node's folder."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._store = folder / "store"
+        self._draw = random.Random(seed)
+        self._older = (self._store / "data.mdb").read_bytes()
+
+    def hit(self) -> Hit:
+        """Damage something."""
+        while True:
+            kind = self._draw.choice(
+                ("page", "page", "page", "page", "page", "log", "sums", "file")
+            )
+            hit = {"page": self._page, "log": self._log, "sums": self._sums, "file": self._file}[
+                kind
+            ]()
+            if hit is not None:
+                return hit
+
+    def _page(self) -> Hit | None:
+        path = self._store / "data.mdb"
+        try:
+            layout = layout_of(self._store)
+        except (AssertionError, ValueError, KeyError):  # it is being written
+            return None
+        pages: dict[str, list[int]] = {"meta page": [0, 1]}
+        for table, name in TABLES.items():
+            pages[f"{name} leaf"] = sorted(layout[table].leaves)
+            pages[f"{name} branch"] = sorted(layout[table].branches)
+        pages["versions block"] = sorted(layout["by_seqno"].large)
+        place = self._draw.choice([name for name in pages if pages[name]] + ["versions block"])
+        number = self._draw.choice(pages[place])
+        others = [page for name in pages for page in pages[name]]
+        return self._put(place, path, number * PAGE_BYTES, PAGE_BYTES, self._older, others)
+
+    def _sums(self) -> Hit | None:
+        path = self._store / "pages.sums"
+        at = self._draw.randrange(path.stat().st_size & ~0xFFF or 1)
+        return self._put("checksums of pages", path, at & ~3, 64, None, [])
+
+    def _log(self) -> Hit | None:
+        segments = sorted((self._folder / "log").glob("*.log")) or sorted(
+            path for path in (self._folder / "log").iterdir() if path.name != "end.mark"
+        )
+        path = self._draw.choice(segments)
+        data = path.read_bytes().rstrip(b"\0")
+        if len(data) < 200:
+            return None
+        return self._put("log", path, self._draw.randrange(len(data) - 100), 64, None, [])
+
+    def _file(self) -> Hit | None:
+        """Damage a small file that is read at a start."""
+        names = ("cluster.json", "map.json", "seen.json", "closed.json", "scrub.json", "users.json",
+                 "log/end.mark")  # fmt: skip
+        paths = [self._folder / name for name in names if (self._folder / name).exists()]
+        path = self._draw.choice(paths)
+        size = path.stat().st_size
+        place = f"{RESTARTED}{path.name}"
+        if self._draw.random() < 0.3:
+            before = path.read_bytes()
+            path.write_bytes(before[: self._draw.randrange(size)])
+            return Hit("cut", place, path, 0, before, is_cut=True)
+        return self._put(place, path, 0, size, None, [])
+
+    def _put(
+        self, place: str, path: Path, at: int, size: int, older: bytes | None, others: list[int]
+    ) -> Hit | None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            before = file.read(size)
+            fault = self._draw.choice(FAULTS)
+            after = self._damaged(fault, bytearray(before), at, older, others, path)
+            if after == before:
+                return None
+            file.seek(at)
+            file.write(after)
+        return Hit(fault, place, path, at, before)
+
+    def _damaged(
+        self, fault: str, data: bytearray, at: int, older: bytes | None, others: list[int],
+        path: Path,
+    ) -> bytes:  # fmt: skip
+        draw = self._draw
+        if fault in {"bit", "bits"}:
+            for _ in range(1 if fault == "bit" else draw.choice((2, 3, 40))):
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        elif fault == "zeros":
+            data[:] = bytes(len(data))
+        elif fault == "sector":
+            first = 512 * draw.randrange(-(-len(data) // 512))
+            some = len(data[first : first + 512])
+            data[first : first + 512] = draw.randbytes(some)
+        elif fault == "misdirected" and others:
+            page = draw.choice(others) * PAGE_BYTES
+            with path.open("rb") as file:
+                file.seek(page)
+                data[:] = file.read(PAGE_BYTES)
+        elif fault == "stale" and older is not None:
+            data[:] = older[at : at + len(data)].ljust(len(data), b"\0")
+        return bytes(data)
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, cluster: DcpCluster, load: Load, seed: int) -> None:
+        self._cluster = cluster
+        self._load = load
+        self._node = cluster.nodes["n2"]
+        self._damager = Damager(self._node.data, seed)
+        self.results: Counter[tuple[str, str, str]] = Counter()
+        self.mistakes: list[str] = []
+        self.slowest_s = 0.0
+
+    async def one(self) -> None:
+        """Make one damage, and take note of what becomes of it."""
+        load, wrong = self._load, self._load.wrong
+        load.longest_s = 0.0
+        hit = self._damager.hit()
+        began_s = time.monotonic()
+        try:
+            result = await self._became(hit)
+        finally:
+            took_s = time.monotonic() - began_s
+        note = (hit.fault, hit.place)
+        self.results[*note, result] += 1
+        if result == "repaired":
+            self.slowest_s = max(self.slowest_s, took_s)
+        if load.wrong > wrong:
+            self.results[*note, "wrong"] += 1
+            self.mistakes.append(f"{hit.fault} of {hit.place}: a wrong answer")
+        if load.longest_s > ERROR_S and not hit.place.startswith(RESTARTED):
+            self.results[*note, "error > 2 s"] += 1
+            if result != "named":
+                what = f"{hit.fault} of {hit.place} ({result})"
+                self.mistakes.append(f"{what}: a client waited for {load.longest_s:.1f} s")
+        print(f"{hit.fault} of {hit.place}: {result}, {took_s:.1f} s", flush=True)
+
+    async def _became(self, hit: Hit) -> str:
+        if hit.place.startswith(RESTARTED):
+            return await self._restarted(hit)
+        before = await self._ask("GET")
+        await self._pass(before)
+        until_s = time.monotonic() + NAMED_S
+        while time.monotonic() < until_s:
+            status = await self._ask("GET")
+            if not status["damages"]:
+                return "repaired" if status["mended"] > before["mended"] else "no effect"
+            await asyncio.sleep(0.1)
+        hit.put_back()
+        await self._pass(status)
+        if (await self._ask("GET"))["damages"]:
+            self.mistakes.append(f"{hit.fault} of {hit.place}: named when its bytes are back")
+            return "not in 60 s"
+        return "named"
+
+    async def _pass(self, before: dict[str, Any]) -> None:
+        """Have everything read."""
+        await self._ask("POST")
+        while True:
+            status = await self._ask("GET")
+            if status["passes"] > before["passes"] and not status["is_running"]:
+                return
+            await asyncio.sleep(0.05)
+
+    async def _restarted(self, hit: Hit) -> str:
+        """Start the node again. If it refuses, it has to name the file."""
+        log = self._node.log_path
+        size = log.stat().st_size
+        await asyncio.to_thread(self._node.kill)
+        try:
+            await asyncio.to_thread(self._node.start)
+            result = "repaired"
+        except ServerStartError:
+            said = log.read_text()[size:]
+            result = "named"
+            if hit.path.name.split(".")[0] not in said and "end mark" not in said:
+                self.mistakes.append(
+                    f"{hit.fault} of {hit.place}: refused, not named: {said[-500:]}"
+                )
+            hit.path.write_bytes(hit.before)
+            await asyncio.to_thread(self._node.start)
+        await asyncio.to_thread(self._cluster.wait_until_in_sync)
+        return result
+
+    async def _ask(self, method: str) -> dict[str, Any]:
+        """Ask the scrubber; a process that has ended is started again."""
+        while True:
+            try:
+                body = {} if method == "POST" else None
+                return await asyncio.to_thread(self._node.ask, method, "/api/v1/scrub", body)
+            except (OSError, ServerRefusedError):
+                if await asyncio.to_thread(_has_ended, self._node.pid):
+                    self.mistakes.append("the process has ended")
+                    await asyncio.to_thread(self._node.restart)
+                await asyncio.sleep(0.2)
+
+    def table(self) -> str:
+        """Return the results as lines of a table."""
+        rows = sorted({key[:2] for key in self.results}, key=lambda key: (key[1], key[0]))
+        lines = [f"{'place':<26} {'fault':<12} " + " ".join(f"{each:>11}" for each in RESULTS)]
+        for fault, place in rows:
+            counts = [self.results[fault, place, each] for each in RESULTS]
+            lines.append(f"{place:<26} {fault:<12} " + " ".join(f"{each:>11}" for each in counts))
+        totals = Counter(result for *_, result in self.results.elements())
+        lines.append(f"{'all':<39} " + " ".join(f"{totals[each]:>11}" for each in RESULTS))
+        load = self._load
+        lines.append(
+            f"{load.answers:,} reads: {load.refused} refused meanwhile, {load.wrong} wrong; "
+            f"repaired within {self.slowest_s:.1f} s"
+        )
+        return "\n".join(lines)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def _soak(cluster: DcpCluster, *, damages: int, seed: int) -> Soak:
+    async with KvClient.connect(cluster.address, timeout_s=5.0) as kv:
+        load = Load(kv, seed)
+        for _ in range(2):  # so that older pages differ
+            await asyncio.gather(*(load.write(key) for key in range(KEYS)))
+            await asyncio.gather(
+                *(asyncio.to_thread(node.compact) for node in cluster.nodes.values())
+            )
+        soak = Soak(cluster, load, seed)
+        await asyncio.gather(*(load.write(key) for key in range(KEYS)))
+        await asyncio.gather(*(asyncio.to_thread(node.compact) for node in cluster.nodes.values()))
+        running = asyncio.ensure_future(load.run())
+        for _ in range(damages):
+            await soak.one()
+        running.cancel()
+        await asyncio.wait([running])
+        for key in range(KEYS):
+            await load.read(key)
+    return soak
+
+
+def run(folder: Path, *, damages: int, seed: int) -> int:
+    """Run it and print the table; return the exit code."""
+    arguments = ("--partitions", f"{PARTITIONS}", "--item-cache-bytes", "0")
+    with DcpCluster(*arguments, data=folder) as cluster:
+        soak = asyncio.run(_soak(cluster, damages=damages, seed=seed))
+    print(soak.table())
+    for mistake in soak.mistakes:
+        print(f"WRONG: {mistake}")
+    return 1 if soak.mistakes or soak._load.wrong else 0
