@@ -86,7 +86,7 @@ class Keyspace:
         assert 0 < num_vbuckets <= NUM_VBUCKETS, "more than the wire has"
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
-        self._draws = draws
+        self.draws = draws
         self.memtable_bytes_max = memtable_bytes_max
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
@@ -137,10 +137,6 @@ class Keyspace:
         self._frozen_group = 0
         self._merge_wanted_for = 0
         """A merge of the groups up to this one is asked for; 0: none."""
-
-    def draw_vb_uuid(self) -> int:
-        """Return the vb_uuid of a new version."""
-        return draw_vb_uuid(self._draws)
 
     def apply(self, part: Partition, key: bytes, entry: bytes, seqno: int, documents: int) -> None:
         """Apply a change: put it into the memtable and into the open group. `documents` is how many
@@ -273,7 +269,7 @@ class Keyspace:
         if at_seqno and part.durable_state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
-        failover = part.failover.branch(self.draw_vb_uuid(), at_seqno, began_in)
+        failover = part.failover.branch(draw_vb_uuid(self.draws), at_seqno, began_in)
         undone_keys = self.replace_history(part, failover, began_in, rollback_to=at_seqno)
         if part.durable_state == VbState.ACTIVE:
             self.tell_missing_events(part)
@@ -595,7 +591,8 @@ class Keyspace:
         for vb_id in changed:
             part = self.partitions[vb_id]
             last_group = part.last_group
-            failover = part.failover.branch(self.draw_vb_uuid(), part.high_seqno, part.leader_epoch)
+            vb_uuid = draw_vb_uuid(self.draws)
+            failover = part.failover.branch(vb_uuid, part.high_seqno, part.leader_epoch)
             self._put_history(part, failover, part.leader_epoch, part.high_seqno)
             part.last_group = last_group  # documents are what they were: reads need not wait
         return changed
