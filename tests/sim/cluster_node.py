@@ -145,7 +145,7 @@ class ClusterNode(SingleNode):
             CoordinatorSettings(elects_uncleanly=plan.unclean), lease_s=plan.lease_s,
         )  # fmt: skip
         self.life = MapLife(self.session.view, machine.sent_map)
-        self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
+        self._raised_life = RaisedLife(self.life, store)
         self.seen = SeenRecords(self.session.view.keys, machine.seen, is_kept_in_file=True)
         self._is_keeping = False
         self.driver = StoreDriver(self.session, store, self)
@@ -367,7 +367,7 @@ class ClusterNode(SingleNode):
     def _cluster_tick(self) -> None:
         if self._has_begun:  # what is in the log is on disk, and it can be written
             self.driver.tick()
-            self._raised_life.tick(self.clock.monotonic_ns())
+            self._raised_life.tick(self.clock.monotonic_ns(), self.clock.wall_ns() / SECOND)
             self.core.tick(self.clock.monotonic_ns())
             self.core.master.cuts.tick(self.clock.monotonic_ns())  # feeds tick with connections
             self._carry_out_core()

@@ -24,8 +24,7 @@ from vbucket.engine.documents.json_value import datatype_of
 from vbucket.engine.documents.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.documents.locks import Locks
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
-from vbucket.engine.loading.bulk import REV_SEQNO_MAX, Frames
-from vbucket.engine.loading.conflicts import are_new, winners
+from vbucket.engine.loading.bulk import REV_SEQNO_MAX, Frames, are_new, winners
 from vbucket.engine.loading.loads import Loads
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (

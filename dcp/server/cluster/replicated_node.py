@@ -446,7 +446,7 @@ class ReplicatedNode:
         if not self._check_membership():
             return
         self._own.tick(now_ns)
-        self.map.raised.tick(now_ns)
+        self.map.raised.tick(now_ns, time.time())
         self._clock.tick(now_ns)
         self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
