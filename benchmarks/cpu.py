@@ -57,7 +57,7 @@ from tests.memory.log_device import MemoryLogDevice
 from vbucket.engine.engine import Engine
 from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.writer import LogWriter
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
@@ -100,11 +100,8 @@ class CoreNode:
         self.env = LmdbEnv(folder, TABLES)
         node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", False, "commit", 0)
 
-        def draw_uuid() -> int:
-            return vb_uuid_from_random(drawn.getrandbits(64))
-
-        self.store = Store.create(self.env, node, new_partitions(draw_uuid, NUM_VBUCKETS))
-        self.engine = Engine(self.store, draw_uuid, NUM_VBUCKETS, 1 << 40)
+        self.store = Store.create(self.env, node, new_partitions(drawn, NUM_VBUCKETS))
+        self.engine = Engine(self.store, drawn, NUM_VBUCKETS, 1 << 40)
         if not native:
             self.engine.set_run = self.engine.get_run = None
         self.writer = LogWriter(MemoryLogDevice())

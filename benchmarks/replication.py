@@ -121,8 +121,7 @@ class ReplicaNode(CoreNode):
             session = ClusterSession(ROOT, member, 1, CoordinatorSettings())
             self.core = ReplicationCore(
                 self.engine, self.store, self.groups, session, ReplicationSettings(),
-                cluster="benchmark", carry_out=_nothing_to_write, depose=_nobody_to_depose,
-                now_ns=self.now_ns,
+                _MasterStays(), cluster="benchmark", now_ns=self.now_ns,
             )  # fmt: skip
             self._session = session
 
@@ -318,12 +317,14 @@ class Trio:
             node.seconds = 0.0
 
 
-def _nothing_to_write(effects: Iterable[SessionEffect]) -> None:
-    assert not list(effects), "all copies are in sync: no record changes"
+class _MasterStays:
+    """The shell of `ReplicationCore`: nothing is written, and nobody is deposed."""
 
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
+        assert not list(effects), "all copies are in sync: no record changes"
 
-def _nobody_to_depose(_vb_ids: tuple[int, ...], _why: str) -> None:
-    raise AssertionError("the master stays master")
+    def depose(self, _vb_ids: tuple[int, ...], _why: str) -> None:
+        raise AssertionError("the master stays master")
 
 
 class Load:

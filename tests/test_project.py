@@ -36,7 +36,7 @@ SUPERVISION_POINTS: frozenset[tuple[str, str]] = frozenset(
         ("dcp/server/net/connection.py", "_supervised"),
         ("dcp/server/net/connection.py", "run"),
         # The cores of replication: the process ends, because what it would answer may be wrong.
-        ("dcp/server/cluster/replicated_node.py", "_guarded"),
+        ("dcp/server/cluster/replicated_node.py", "guarded"),
         # Housekeeping: it is logged and counted, and the task goes on.
         ("dcp/server/observe/housekeeping.py", "repeat"),
         ("dcp/server/observe/housekeeping.py", "step"),

@@ -73,7 +73,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_the_node_is_only_run_and_not_used() -> None:
     """It knows all parts of the server; a part that knew it would know all others."""
     users = {name for name, others in GRAPH.items() if NODE in others}
-    assert users == {"dcp.server.main"}
+    assert users == {"dcp.server.main", "dcp.server.signal_watch"}
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:

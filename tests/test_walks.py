@@ -26,16 +26,16 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: Final = {
-    "SET": Ceiling(21, 45, 16, 35),
-    "GET": Ceiling(9, 14, 9, 14),
-    "stream request, ROLLBACK": Ceiling(21, 56, 15, 30),
-    "stream request, backlog from memory": Ceiling(27, 86, 20, 45),
-    "SET with one live stream": Ceiling(30, 77, 24, 55),
-    "stream request, backlog from LMDB": Ceiling(30, 103, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(46, 114, 34, 80),
+    "SET": Ceiling(20, 43, 16, 35),
+    "GET": Ceiling(8, 13, 8, 13),
+    "stream request, ROLLBACK": Ceiling(17, 40, 15, 30),
+    "stream request, backlog from memory": Ceiling(24, 73, 20, 45),
+    "SET with one live stream": Ceiling(29, 75, 24, 55),
+    "stream request, backlog from LMDB": Ceiling(27, 90, 20, 45),
+    "SET to a consumer's event, both ends": Ceiling(45, 112, 34, 80),
     "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
-    "replica: synced, acknowledgement out": Ceiling(19, 35, 10, 18),
+    "replica: synced, acknowledgement out": Ceiling(18, 31, 10, 18),
     "master: acknowledgement in, committed": Ceiling(13, 25, 11, 17),
 }
 TRIES: Final = 10

@@ -43,7 +43,7 @@ from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
 from clients.consumer.node_session import ConsumerSession
 from clients.consumer.options import ConsumerArguments, ConsumerOptions, options_of
-from clients.consumer.placement import Placement, jitter
+from clients.consumer.placement import Placement, draws
 from clients.consumer.saving import Saver
 from clients.consumer.starting_point import find_collections, find_starts
 from clients.consumer.supervisor import Supervisor
@@ -374,7 +374,7 @@ class Consumer:
             hidden=self._saver.hidden_keys,
             older_than=self._older_than,
             node=link.node,
-            draw=jitter,
+            draws=draws,
         )
         return ConsumerSession(self._supervisor, link, core)
 

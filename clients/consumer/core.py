@@ -23,7 +23,7 @@ Invariants
   returned events, so another connection continues without a gap.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
-So is randomness, which cuts the pauses before retries (`draw`).
+So is randomness, which cuts the pauses before retries (`draws`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, split_xattrs
+from vbucket.model.ids import Draws
 from vbucket.model.manifest import decode_leb128, parse_system_event
 
 MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
@@ -111,7 +112,7 @@ class ConsumerCore:
         hidden: tuple[bytes, ...] = (),
         older_than: Mapping[int, int] = MappingProxyType({}),
         node: str | None = None,
-        draw: Callable[[], float] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         extensions = Extensions(options, has_collections=has_collections, collections=collections)
         setup = Setup(
@@ -119,7 +120,7 @@ class ConsumerCore:
             options.noop_interval_s,
             needed=(CLOSED_TIMES,) if options.cuts else (),
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
-            draw=draw, asks_replicas=options.from_replicas,
+            draws=draws, asks_replicas=options.from_replicas,
         )  # fmt: skip
         self.node = node
         self.streams = StreamRequests(setup, extensions, self._on_message, options, node)

@@ -42,7 +42,8 @@ QUIET_S: Final = 1.0
 WAVE_S_MAX: Final = 10.0
 """A wave of moved partitions, of which one line is logged, ends after such a silence or time."""
 
-jitter: Final = Random().random  # noqa: S311 - not for secrets
+draws: Final = Random()  # noqa: S311 - not for secrets
+jitter: Final = draws.random
 
 
 class Placement:

@@ -17,7 +17,7 @@ Invariants
 - the answer to a forgotten request has no effect;
 - bytes are acknowledged when half of the flow control window is used, or after ACK_AFTER_NS.
 
-Time is an argument, in ns of any steady clock. So is randomness (`Setup.draw`).
+Time is an argument, in ns of any steady clock. So is randomness (`Setup.draws`).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
+from vbucket.model.ids import Draws
 
 BUFFER_BYTES: Final = 20 * 1024 * 1024
 """Default flow control window (gocbcore's)."""
@@ -153,8 +154,8 @@ class Setup(NamedTuple):
     """Required controls, set to "true". If the server refuses one, the connection fails."""
     wished: tuple[bytes, ...] = ()
     """Optional controls, set to "true"."""
-    draw: Callable[[], float] | None = None
-    """Returns random numbers from 0 up to 1: each cuts a pause by up to half. None: no cuts."""
+    draws: Draws | None = None
+    """Each number drawn cuts a pause by up to half. None: no cuts."""
     asks_replicas: bool = False
     """High seqnos are those of replicas, too."""
 
@@ -274,8 +275,8 @@ class StreamConnection(Generic[S]):
         Each is cut at random by up to half. The pause is reset when the stream opens.
         """
         stream.retry_ns = min(max(first_ns, stream.retry_ns * 2), longest_ns)
-        draw = self._setup.draw
-        cut_ns = 0 if draw is None else int(stream.retry_ns * draw() / 2)
+        draws = self._setup.draws
+        cut_ns = 0 if draws is None else int(stream.retry_ns * draws.random() / 2)
         stream.retry_at_ns = self.requests.now_ns + stream.retry_ns - cut_ns
         self._waiting.add(stream)
 

@@ -469,7 +469,7 @@ class Node:
             self.about, self.ports, engine, self._hub, connections, write.merging, write.scrubbing,
             health, prefixes,
         )  # fmt: skip
-        scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
+        scans = RangeScans(self.views, secrets.SystemRandom())
         sessions = Sessions(
             SessionParts(
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,

@@ -11,12 +11,12 @@ import contextlib
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import click
 
 if TYPE_CHECKING:
-    from dcp.server.observe.about import About
+    from dcp.server.node import Node
     from dcp.server.observe.service_notices import ServiceNotices
 
 STOP_LIMIT_S: Final = 9.5
@@ -29,24 +29,6 @@ KEPT: Final = {
 """What survives a failure of log or store, by durability."""
 _FAILED: Final = 1
 """The exit code of a stop that was cut short."""
-
-
-class RunningNode(Protocol):
-    """What signals ask of a node."""
-
-    @property
-    def leave_s(self) -> float:
-        """How long a stop may hand partitions over before it ends."""
-
-    @property
-    def about(self) -> About:
-        """The node's settings in words."""
-
-    def reload(self) -> None:
-        """Read files again."""
-
-    async def stop(self) -> None:
-        """End in order."""
 
 
 def say(text: str) -> None:
@@ -68,14 +50,14 @@ class SignalWatch:
 
     def __init__(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
-        self._node: RunningNode | None = None
+        self._node: Node | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._notices: ServiceNotices | None = None
         self.is_stopping = False
         """Whether a signal has asked for the end of the process."""
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
-    def serve(self, node: RunningNode, notices: ServiceNotices) -> None:
+    def serve(self, node: Node, notices: ServiceNotices) -> None:
         """From now on SIGTERM and SIGINT stop this node. SIGHUP makes it read its files again."""
         self._loop = asyncio.get_running_loop()
         self._notices = notices

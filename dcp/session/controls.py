@@ -244,13 +244,12 @@ class StreamValue(NamedTuple):
     """Prefixes of the keys that the client wants; (): all keys."""
 
 
-_NOTHING_TOLD: Final = StreamValue({})
+NOTHING_TOLD: Final = StreamValue({})
+"""No value, where the client need not name its stream."""
 
 
 def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
     """Return what the value of a stream request says. Raises RefusedError."""
-    if not value and not terms.has_stream_ids:
-        return _NOTHING_TOLD
     document = _document(value)
     purge = document.get("purge_seqno", "0")
     if not is_decimal(purge):

@@ -9,11 +9,11 @@ removed after so many requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from dcp.wire.opcode import OPCODES, QUIET_FORMS, Opcode, OpGroup
 from dcp.wire.status import Status
+from vbucket.model.ids import Draws
 
 DELAY_MS_MAX: Final = 600_000
 RULES_MAX: Final = 256
@@ -44,7 +44,7 @@ class Fault:
         "count",
         "delay_ms",
         "disconnects",
-        "draw",
+        "draws",
         "fault_id",
         "met",
         "opcode",
@@ -66,7 +66,7 @@ class Fault:
         count: int | None,
         probability: float,
         rollback_seqno: int,
-        draw: Callable[[], float],
+        draws: Draws,
     ) -> None:
         self.fault_id = fault_id
         self.opcode = opcode
@@ -84,7 +84,7 @@ class Fault:
         self.probability = probability
         self.rollback_seqno = rollback_seqno
         """The seqno in a ROLLBACK answer."""
-        self.draw = draw
+        self.draws = draws
         self.met = 0
         """How many requests the rule was applied to."""
 
@@ -107,7 +107,7 @@ class FaultTable:
     def add(
         self,
         *,
-        draw: Callable[[], float],
+        draws: Draws,
         opcode: Opcode | None = None,
         vb_id: int | None = None,
         status: Status | None = None,
@@ -117,7 +117,7 @@ class FaultTable:
         probability: float = 1.0,
         rollback_seqno: int = 0,
     ) -> Fault:
-        """Set a rule; `draw` returns numbers in [0, 1). Raises FaultError."""
+        """Set a rule; `draws` decides by chance. Raises FaultError."""
         if status is None and not delay_ms and not disconnects:
             raise FaultError("it would do nothing: it needs a status, a delay or a disconnect")
         if status is not None and disconnects:
@@ -138,7 +138,7 @@ class FaultTable:
         fault = Fault(
             self._last_id, opcode=opcode, vb_id=vb_id, status=status, delay_ms=delay_ms,
             disconnects=disconnects, count=count, probability=float(probability),
-            rollback_seqno=rollback_seqno, draw=draw,
+            rollback_seqno=rollback_seqno, draws=draws,
         )  # fmt: skip
         self.rules.append(fault)
         return fault
@@ -153,7 +153,7 @@ class FaultTable:
     def meet(self, opcode: int, vb_id: int) -> Fault | None:
         """Return the rule that decides about a request, and count the request; None: no rule."""
         for fault in self.rules:
-            if fault.applies(opcode, vb_id) and fault.draw() < fault.probability:
+            if fault.applies(opcode, vb_id) and fault.draws.random() < fault.probability:
                 fault.met += 1
                 if fault.count is not None:
                     fault.count -= 1

@@ -44,8 +44,8 @@ class FeedAnswer(NamedTuple):
     value: bytes
 
 
-class StreamSender(Protocol):
-    """What pumps messages into a connection: a producer for consumers, a feed for replicas."""
+class ReplicaSender(Protocol):
+    """The feed of one replica's node. What pumps into a connection is as a `Producer` has it."""
 
     is_superseded: bool
     damages: list[tuple[int, str]]
@@ -70,10 +70,6 @@ class StreamSender(Protocol):
 
     def close(self) -> None:
         """The connection is gone."""
-
-
-class ReplicaSender(StreamSender, Protocol):
-    """The feed of one replica's node."""
 
     def stream_request(self, request: Frame) -> FeedAnswer | None:
         """Answer the request for a partition; None: the answer comes with what `pump` returns.

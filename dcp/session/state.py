@@ -14,7 +14,7 @@ from dcp.session.faults import FaultTable
 from dcp.session.kv.prefix_counts import PrefixCounts
 from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits, MapNews, NodeFacts
-from dcp.session.replication_port import ArrivalWait, ReplicaSender, ReplicationPort, StreamSender
+from dcp.session.replication_port import ArrivalWait, ReplicaSender, ReplicationPort
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, pack_request, pack_response
@@ -258,7 +258,7 @@ class SessionState:
         """Where replicas' nodes come in; None: this node is alone."""
         self.arrival = ArrivalWait()
         """The wait for a partition that is handed over to this node."""
-        self.sender: StreamSender | None = None
+        self.sender: Producer | ReplicaSender | None = None
         """What pumps messages into the connection, if anything does: a producer or a feed."""
         self.feed: ReplicaSender | None = None
         """What sends to a replica's node."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from dcp.session.access.rights import MESSAGES_TO_CONSUMERS, Role
-from dcp.session.controls import CONTROLS, StreamValue, parse_stream_value
+from dcp.session.controls import CONTROLS, NOTHING_TOLD, StreamValue, parse_stream_value
 from dcp.session.replication_port import ReplicaSender, ReplicationError
 from dcp.session.request_frames import refuse_stray
 from dcp.session.state import SessionState
@@ -274,7 +274,8 @@ class DcpCommands:
             trace.parent = trace.parent or producer.traceparent
         asked = self._asked(request, producer)
         try:
-            self._open_stream(request, asked, producer)
+            part = self._partition_of(request.vb_id, asked.flags, producer)
+            self._open_stream(request, asked, part, producer)
         except RefusedError as error:
             if error.status != Status.ETMPFAIL or producer.terms.has_version_lists:
                 raise
@@ -287,11 +288,12 @@ class DcpCommands:
             )
             state.answer(request, Status.NOT_MY_VBUCKET)
 
-    def _open_stream(self, request: Frame, asked: StreamRequest, producer: Producer) -> None:
+    def _open_stream(
+        self, request: Frame, asked: StreamRequest, part: Partition, producer: Producer
+    ) -> None:
         """Answer a request that this connection allows. A partition that may be behind the client
         sends nobody back: ETMPFAIL.
         """
-        part = self._partition_of(request.vb_id, asked.flags, producer)
         try:
             self._answer_stream(request, asked, part, producer)
         except RefusedError as error:
@@ -309,11 +311,12 @@ class DcpCommands:
         if asked.flags & _FROM_LATEST:
             asked = _from_latest(asked, part)
         self._check_range(asked, producer)
-        told = parse_stream_value(request.value, producer.terms)
+        told = NOTHING_TOLD
+        if request.value or producer.terms.has_stream_ids:
+            told = parse_stream_value(request.value, producer.terms)
         stream_filter = self._filter_of(told)
         _check_is_free(asked, part, producer, told, stream_filter)
         decision = self._decide(asked, part, told, stream_filter)
-        log = producer.terms.log_for_client(part.failover)
         if decision.rollback_seqno is not None:
             if not part.may_send_back:
                 raise RefusedError(Status.ETMPFAIL, _behind_text(part))
@@ -327,7 +330,7 @@ class DcpCommands:
             )  # fmt: skip
             value = U64.pack(decision.rollback_seqno)
             if producer.terms.has_version_lists and told.wants_version_log:
-                value += pack_failover_log(log)
+                value += pack_failover_log(producer.terms.log_for_client(part.failover))
             state.answer(request, Status.ROLLBACK, value=value)
             return
         asked = asked._replace(end_seqno=_end_seqno(asked, part))
@@ -335,6 +338,7 @@ class DcpCommands:
             limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
             raise RefusedError(Status.ENOMEM, limit)
         state.observes_history(part.vb_id)
+        log = producer.terms.log_for_client(part.failover)
         state.answer(request, value=pack_failover_log(log if told.wants_version_log else log[:1]))
         producer.add_stream(
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
@@ -374,8 +378,8 @@ class DcpCommands:
             state.answer(request, answer.status, value=answer.value)
 
     def _producer(self) -> Producer:
-        producer = self._state.producer
-        if producer is None:
+        producer = self._state.sender
+        if not isinstance(producer, Producer):
             is_feed = self._state.feed is not None
             why = "this connection feeds a replica" if is_feed else "DCP_OPEN comes first"
             raise RefusedError(Status.EINVAL, why)
@@ -390,8 +394,8 @@ class DcpCommands:
             raise RefusedError(Status.EINVAL, f"unknown flags 0x{unknown:x}")
         if asked.flags & _TAKEOVER:
             _check_takeover(self._state, producer)
-        takes_value = self._state.hello.has_collections or producer.terms.takes_values
-        if request.value and not takes_value:
+        has_collections = self._state.hello.has_collections
+        if request.value and not (has_collections or producer.terms.takes_values):
             raise RefusedError(Status.EINVAL, "a filter needs collections (HELLO 0x12)")
         return asked
 
@@ -449,8 +453,10 @@ class DcpCommands:
         """Decide whether the client must roll back first."""
         # If nothing that the filter lets through changed after the start, no deletion that the
         # client needs can have been purged.
-        has_all = stream_filter.is_limited and asked.start_seqno >= self._high_seqno(
-            part, stream_filter
+        has_all = (
+            part.purge_seqno > 0
+            and stream_filter.is_limited
+            and asked.start_seqno >= self._high_seqno(part, stream_filter)
         )
         question = Question(
             asked.start_seqno,
@@ -466,14 +472,9 @@ class DcpCommands:
 
     def _high_seqno(self, part: Partition, stream_filter: StreamFilter) -> int:
         """Return the seqno of the last change that a filter lets through."""
-        engine = self._state.engine
-        return max(
-            (
-                engine.keyspace.collection_seqno(part.vb_id, collection_id)
-                for collection_id in stream_filter.collection_ids(engine.keyspace.manifest)
-            ),
-            default=0,
-        )
+        keyspace = self._state.engine.keyspace
+        ids = stream_filter.collection_ids(keyspace.manifest)
+        return max((keyspace.collection_seqno(part.vb_id, each) for each in ids), default=0)
 
 
 def _behind_text(part: Partition) -> str:

@@ -94,7 +94,7 @@ class Producer:
     """
 
     can_wait = False
-    """See StreamSender: consumers get everything at once."""
+    """See ReplicaSender: consumers get everything at once."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ Who calls it: the node and the simulator.
 
 **The driver** carries out its effects on a `MetaStore`, and returns the answers.
 
-Who calls it: the node and the simulator, which give it a store, the time, and a function that takes
+Who calls it: the node and the simulator, which give it a store and a `NodeShell`. The shell takes
 what is left: changes of the view, elections, outcomes and notices.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from failover.coordinator.coordinator import COORDINATOR, Coordinator, Elected
 from failover.coordinator.effects import (
@@ -59,6 +59,30 @@ RECORDS: Final = "records"
 """The core that writes for the partitions whose master is this node."""
 
 SessionEffect: TypeAlias = StoreEffect | ViewChanged | Elected | WriteOutcome | Notice
+
+
+class NodeShell(Protocol):
+    """What carries out the effects of a node's cores: the node's process, or a simulated node. The
+    driver and `ReplicationCore` call it in the middle of their work, so it must not call them back
+    except where it says so.
+    """
+
+    def now_ns(self) -> int:
+        """Return the monotonic time."""
+
+    def take(self, effect: SessionEffect) -> None:
+        """Take an effect that the driver does not carry out. It may call the cores."""
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Run what an answer of the store causes, and handle what it raises."""
+
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
+        """Carry out effects of the session (`StoreDriver.carry_out`)."""
+
+    def depose(self, vb_ids: tuple[int, ...], why: str) -> None:
+        """Answer what waits in connections for a commit in partitions that this node does not
+        master any more, for the reason given: it may or may not be committed.
+        """
 
 
 class ClusterSession:
@@ -167,21 +191,14 @@ class StoreDriver:
         self,
         session: ClusterSession,
         store: MetaStore,
-        now_ns: Callable[[], int],
-        take: Callable[[SessionEffect], None],
-        guard: Callable[[Callable[[], None]], None] | None = None,
+        shell: NodeShell,
     ) -> None:
-        """`guard` runs what the store's answers cause, and handles what is raised; None: nothing
-        handles it.
-        """
         self.session = session
         self._store = store
-        self._now_ns = now_ns
-        self._take = take
-        self._guard = guard or _run
+        self._shell = shell
         self._watches: dict[Tag, WatchHandle] = {}
         self._is_closed = False
-        self._ticked_ns = now_ns()
+        self._ticked_ns = shell.now_ns()
         self._has_waited = False
         """Whether the last tick was left out."""
         self._era = -1
@@ -191,7 +208,7 @@ class StoreDriver:
         """Tell the session if there is a new connection, before anything that came over it."""
         if self._era != self._store.era:
             self._era = self._store.era
-            self.carry_out(self.session.begin_again(self._now_ns(), self._era))
+            self.carry_out(self.session.begin_again(self._shell.now_ns(), self._era))
 
     def tick(self) -> None:
         """Let time pass; call it at least every 100 ms.
@@ -202,7 +219,7 @@ class StoreDriver:
         if self._is_closed:
             return
         self._look_at_era()
-        now_ns = self._now_ns()
+        now_ns = self._shell.now_ns()
         ticked_ns, self._ticked_ns = self._ticked_ns, now_ns
         self._has_waited = not self._has_waited and now_ns - ticked_ns > LATE_NS
         if not self._has_waited:
@@ -222,7 +239,7 @@ class StoreDriver:
                 if watch is not None:
                     watch.cancel()
             else:
-                self._take(effect)
+                self._shell.take(effect)
 
     def close(self) -> None:
         """End all watches and ignore all answers."""
@@ -233,18 +250,14 @@ class StoreDriver:
 
     def _answered(self, tag: Tag, result: StoreResult) -> None:
         if not self._is_closed:
-            self._guard(partial(self._happened, Answered(tag, result)))
+            self._shell.guarded(partial(self._happened, Answered(tag, result)))
 
     def _delivered(self, tag: Tag, message: WatchMessage) -> None:
         if not isinstance(message, WatchBatch):
             self._watches.pop(tag, None)  # it was the last message
         if not self._is_closed:
-            self._guard(partial(self._happened, Delivered(tag, message)))
+            self._shell.guarded(partial(self._happened, Delivered(tag, message)))
 
     def _happened(self, event: Answered | Delivered) -> None:
         self._look_at_era()
-        self.carry_out(self.session.on_event(self._now_ns(), event))
-
-
-def _run(step: Callable[[], None]) -> None:
-    step()
+        self.carry_out(self.session.on_event(self._shell.now_ns(), event))

@@ -47,8 +47,10 @@ from failover.metadata.metastore import (
     WatchBatch,
     WatchEvent,
     prefix_end,
+    range_refusal,
+    ttl_refusal,
+    txn_refusal,
 )
-from failover.metadata.request_checks import range_refusal, ttl_refusal, txn_refusal
 
 LEASE_TTL_MIN_S: Final = 2
 """The shortest lease; a shorter one is lengthened (etcd's, with its default election timeout)."""

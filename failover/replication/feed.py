@@ -488,7 +488,7 @@ class ReplicaFeed:
 
     @property
     def can_wait(self) -> bool:
-        """See StreamSender: the next group tells what is committed as well."""
+        """See ReplicaSender: the next group tells what is committed as well."""
         return not (
             self._out or self._unannounced or self._pending or self._fill.next_is_due(self._now_ns)
         )

@@ -93,16 +93,9 @@ class _AskedBranch:
 
 
 class Master:
-    """See the module. `depose` answers what waits in connections as ambiguous."""
+    """See the module."""
 
-    def __init__(
-        self,
-        parts: ReplicationParts,
-        cycle: GroupCycle,
-        *,
-        depose: Callable[[tuple[int, ...], str], None],
-        now_ns: int,
-    ) -> None:
+    def __init__(self, parts: ReplicationParts, cycle: GroupCycle, now_ns: int) -> None:
         engine, member = parts.engine, parts.identity.member
         self._engine = engine
         self._ran = parts.ran
@@ -112,7 +105,7 @@ class Master:
         self._settings = parts.settings
         self._identity = parts.identity
         self._member = member
-        self._depose = depose
+        self._shell = parts.shell
         self._effects = parts.effects
         self._now_ns = now_ns
         self.masterships: dict[int, Mastership] = {}
@@ -246,7 +239,7 @@ class Master:
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
-        self._depose((vb_id,), why)
+        self._shell.depose((vb_id,), why)
         mastership = self.masterships.pop(vb_id)
         mastership.want_branch(None)
         self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)

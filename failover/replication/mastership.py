@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
 from failover.coordinator.clock import RanTime
-from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.cluster_session import ClusterSession, NodeShell
 from failover.coordinator.seen_records import SeenRecords
 from failover.replication.effects import ReplicationEffect
 from failover.rules.fencing import is_same_copy
@@ -117,6 +117,7 @@ class ReplicationParts(NamedTuple):
     ran: RanTime
     kept: SeenRecords
     """What this folder has seen of the metadata store's records."""
+    shell: NodeShell
 
 
 class InSyncSet(NamedTuple):

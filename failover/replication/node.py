@@ -26,17 +26,17 @@ Invariants
   writes, expires nothing;
 - a partition whose record does not name this member is emptied (`DroppedCopies`);
 - a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
-- what waits in connections is answered (`depose`) before history is cut off;
+- what waits in connections is answered (`NodeShell.depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcp.core.groups import GroupCycle
 from failover.coordinator.clock import RanTime
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.cluster_session import ClusterSession, NodeShell
 from failover.coordinator.effects import Notice
 from failover.coordinator.meta_restore import HeldLog
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
@@ -57,8 +57,6 @@ from vbucket.log.commit_group import CommitGroup
 from vbucket.model.receipt import ElectionLoss
 from vbucket.store.store import Store
 
-CarryOut = Callable[[Iterable[SessionEffect]], None]
-
 
 class ReplicationCore:
     """See the module."""
@@ -70,17 +68,14 @@ class ReplicationCore:
         groups: GroupCycle,
         session: ClusterSession,
         settings: ReplicationSettings,
+        shell: NodeShell,
         *,
         cluster: str,
-        carry_out: CarryOut,
-        depose: Callable[[tuple[int, ...], str], None],
         now_ns: int,
         kept: SeenRecords | None = None,
     ) -> None:
-        """`carry_out` carries out effects of the session with the metadata store. `depose` answers
-        what waits in connections for a commit in partitions that this node does not master any
-        more, for the reason given: it may or may not be committed. `kept` is what this folder has
-        seen of the store's records; None: nothing, and it is not kept in a file.
+        """`kept` is what this folder has seen of the store's records; None: nothing, and it is not
+        kept in a file.
         """
         membership = session.membership
         self._kept = kept or SeenRecords(session.view.keys)
@@ -98,7 +93,7 @@ class ReplicationCore:
         self._hub = groups.hub
         self._commits = engine.commits
         self._session = session
-        self._carry_out = carry_out
+        self._shell = shell
         self._member = membership.member
         self._changes = ReplicatedChanges(engine, store)
         self._now_ns = now_ns
@@ -122,9 +117,9 @@ class ReplicationCore:
         parts = ReplicationParts(
             engine, groups.hub, session, settings,
             Identity(cluster, membership.member, membership.incarnation), self._effects,
-            self._ran, self._kept,
+            self._ran, self._kept, shell,
         )  # fmt: skip
-        self.master = Master(parts, groups, depose=depose, now_ns=now_ns)
+        self.master = Master(parts, groups, now_ns)
         self.watermarks = self.master.watermarks
         self.replica = Replica(
             parts, self._changes, self.records, self.watermarks, self.master.handovers,
@@ -398,7 +393,7 @@ class ReplicationCore:
         self._note_serving()
         changes = self.master.record_changes(self._trusted(), may_write=self._session.may_write)
         if changes:
-            self._carry_out(self._session.write(now_ns, changes))
+            self._shell.ask_store(self._session.write(now_ns, changes))
         self._report()
 
     def step(self, now_ns: int) -> None:
@@ -412,7 +407,7 @@ class ReplicationCore:
         if self.master.handovers.is_under_way and self._session.may_write:
             changes = self.master.handover_changes(now_ns, self._trusted())
             if changes:
-                self._carry_out(self._session.write(now_ns, changes))
+                self._shell.ask_store(self._session.write(now_ns, changes))
 
     def _trusted(self) -> Mapping[int, Stored[StoredPartition]]:
         """Return the records that are followed, and may be written. Nobody writes one that is older
@@ -555,7 +550,7 @@ class ReplicationCore:
         reported.sort()
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
-            self._carry_out(self._session.report(self._now_ns, self._reported))
+            self._shell.ask_store(self._session.report(self._now_ns, self._reported))
 
 
 def _end_of(part: Partition) -> tuple[int, int]:

@@ -47,7 +47,7 @@ from vbucket.model.ids import SEQNO_MAX
 LOG = [(77, 0)]
 
 
-LINK_FACTS = frozenset({"collections", "hidden", "older_than", "draw"})
+LINK_FACTS = frozenset({"collections", "hidden", "older_than", "draws"})
 
 
 def core_with(*, has_collections=True, **given):

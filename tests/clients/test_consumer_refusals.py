@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from test_consumer_core import Session, high_seqnos
 
@@ -44,7 +46,7 @@ def test_node_that_refuses_for_long_makes_core_want_newer_map():
 
 @pytest.mark.parametrize(("drawn", "share"), [(0.0, 1.0), (0.5, 0.75), (0.999, 0.5005)])
 def test_randomness_cuts_the_pauses_by_up_to_half(drawn, share):
-    session = Session(draw=lambda: drawn)
+    session = Session(draws=SimpleNamespace(random=lambda: drawn))
     session.reply(session.stream_request(), Status.ETMPFAIL)
     assert session.core.streams.connection.next_due_ns == pytest.approx(
         RETRY_FIRST_NS * share, rel=1e-6

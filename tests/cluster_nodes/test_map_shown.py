@@ -236,16 +236,16 @@ class Meta:
 
 def test_life_that_was_not_raised_is_tried_again_after_second() -> None:
     node, meta = Shown(told=TOLD), Meta()
-    raised = RaisedLife(node.life, meta, lambda: 50.0)  # type: ignore[arg-type]
-    raised.tick(0)
+    raised = RaisedLife(node.life, meta)  # type: ignore[arg-type]
+    raised.tick(0, 50.0)
     assert not meta.asked, "the view is not loaded"
     node.view.replace(node.items, 12)
     node.life.look()
     for now_ns in (1, HEARD_NS):
-        raised.tick(now_ns)
+        raised.tick(now_ns, 50.0)
     assert not meta.asked, "nodes may say that they have seen newer records"
     for now_ns in (0, 1, RETRY_NS, RETRY_NS + 1):
-        raised.tick(1 + HEARD_NS + now_ns)
+        raised.tick(1 + HEARD_NS + now_ns, 50.0)
     assert len(meta.asked) == 2
     (put,) = meta.asked[0].then
     assert isinstance(put, Put)

@@ -258,7 +258,8 @@ REPLICATION = (
     ),
     Mutation(
         "cut-off-before-it-is-answered",
-        "        self._depose((vb_id,), why)\n        mastership = self.masterships.pop(vb_id)",
+        "        self._shell.depose((vb_id,), why)\n"
+        "        mastership = self.masterships.pop(vb_id)",
         "        mastership = self.masterships.pop(vb_id)",
         ("test_master", "test_node"),
     ),

@@ -26,9 +26,7 @@ NOON = datetime(2026, 11, 5, 12, 0, 0, 250_000, UTC)
 
 
 def audit_log(path, bytes_max=1 << 20):
-    return AuditLog(
-        path, EventLog(logging.getLogger("dcpd")), bytes_max=bytes_max, now=lambda: NOON
-    )
+    return AuditLog(path, EventLog(logging.getLogger("dcpd")), bytes_max=bytes_max)
 
 
 def lines(path):

@@ -21,7 +21,7 @@ from dcp.server.storage import committer as module
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
 from dcp.server.storage.log_ahead import LogAhead, Retries
 from dcp.server.storage.log_thread import start_group_thread
-from support.forgetful_disk import draw_salt
+from support.forgetful_disk import DRAWS
 from support.memory_node import MemoryNode
 from support.waiting import until
 from vbucket.engine.engine import SET
@@ -55,7 +55,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = MemoryNode()
-        self.device = FileLogDevice(folder, draw_salt)
+        self.device = FileLogDevice(folder, DRAWS)
         self.writer = LogWriter(self.device)
         self.writer.rotate()
         self.by_python: list[int] = []
@@ -105,7 +105,7 @@ class Files:
 
     def groups(self) -> list[tuple[int, int]]:
         """Number and payload length of the groups in the files."""
-        found = recover(FileLogDevice(self.folder, draw_salt), 0).groups()
+        found = recover(FileLogDevice(self.folder, DRAWS), 0).groups()
         return [(group.group, len(group.payload)) for group in found]
 
     def expected(self) -> list[tuple[int, int]]:
@@ -292,7 +292,7 @@ async def test_a_group_that_was_written_in_part_at_a_stop_is_cut(files: Files) -
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, hard)
     files.device.close()
-    found = recover(FileLogDevice(files.folder, draw_salt), 0, clean_end=files.writer.end)
+    found = recover(FileLogDevice(files.folder, DRAWS), 0, clean_end=files.writer.end)
     assert found.torn is None
     assert [group.group for group in found.groups()] == [1]
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -263,7 +264,7 @@ async def test_start_that_died_before_store_was_there_is_no_damage(tmp_path: Pat
         shutil.rmtree(server.data / "store")
         for path in (server.data / "log").iterdir():
             path.unlink()
-        LogWriter(FileLogDevice(server.data / "log", lambda: 1)).rotate()
+        LogWriter(FileLogDevice(server.data / "log", Random(1))).rotate()
         server.start()
         async with KvClient.connect(server.address) as kv:
             await kv.set("k", b"v")

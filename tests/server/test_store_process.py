@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import pytest_asyncio
@@ -59,7 +60,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self.folder: DataFolder = open_folder(path)
-        self.device = FileLogDevice(self.folder.log_path, lambda: 1)
+        self.device = FileLogDevice(self.folder.log_path, Random(1))
         self.writer = LogWriter(self.device)
         self.writer.rotate()
         self.env = LmdbEnv(self.folder.store_path, TABLES)
@@ -341,7 +342,7 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
                        durability="commit",
                       merged_segment=0)  # fmt: skip
     store = Store.create(env, node, {VB: empty})
-    device = FileLogDevice(tmp_path, lambda: 1)
+    device = FileLogDevice(tmp_path, Random(1))
     device.rotate()
     device.append(pack_group(1, entry(1), device.salt)[0])
     device.rotate()

@@ -85,7 +85,7 @@ async def test_nothing_is_kept_of_waiters_that_were_cancelled() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await waiters.until_partition(STUCK)
-    assert not waiters._waiting
+    assert not waiters.waiting
 
 
 @given(

@@ -18,7 +18,7 @@ from dcp.session.subdoc.json_scan import (
     IS_TOO_DEEP,
     IS_UNSOUND,
     LEVELS_MAX,
-    JsonScan,
+    AnyScan,
     PlainScan,
     new_scan,
     steps_of,
@@ -43,7 +43,7 @@ def outcome(
 ) -> tuple[int, list[list[tuple[Any, ...]]]]:
     """How the pass ended, and the places of each path."""
     looked_for = tuple(wanted or [None] * len(paths))
-    scan: JsonScan = form(text, tuple(map(steps_of, paths)), looked_for, levels_max, checks_utf8)
+    scan: AnyScan = form(text, tuple(map(steps_of, paths)), looked_for, levels_max, checks_utf8)
     for step in cycle(steps):
         how = scan.step(step)
         if how != GOES_ON:

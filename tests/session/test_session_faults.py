@@ -1,6 +1,7 @@
 """Faults on demand: what a request meets, and what happens to it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,7 @@ from vbucket.model.ids import vbucket_of
 MS = 1_000_000
 
 
-def always():
-    return 0.0
+ALWAYS = SimpleNamespace(random=lambda: 0.0)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def get(peer, vb_id=1):
 
 
 def test_a_fault_answers_its_status_and_says_so(peer):
-    fault = peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, status=Status.ETMPFAIL)
+    fault = peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.GET, status=Status.ETMPFAIL)
     answer = peer.ask(Opcode.GET, vb_id=1, key=b"key", opaque=9)
     assert (answer.status, answer.opaque) == (Status.ETMPFAIL, 9)
     assert b"fault 1 is set" in answer.value
@@ -50,13 +50,13 @@ def test_a_fault_answers_its_status_and_says_so(peer):
 
 
 def test_a_fault_is_gone_after_its_count(peer):
-    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, status=Status.EBUSY, count=2)
+    peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.GET, status=Status.EBUSY, count=2)
     assert [get(peer) for _ in range(3)] == [Status.EBUSY, Status.EBUSY, Status.OK]
     assert peer.state.shared.faults.rules == []
 
 
 def test_a_fault_meets_one_partition_and_no_command_without_one(peer):
-    peer.state.shared.faults.add(draw=always, vb_id=0, status=Status.EBUSY)
+    peer.state.shared.faults.add(draws=ALWAYS, vb_id=0, status=Status.EBUSY)
     assert get(peer, 0) == Status.EBUSY
     assert get(peer, 1) == Status.OK
     assert peer.ask(Opcode.NOOP).status == Status.OK, "its vbucket field means nothing"
@@ -65,20 +65,20 @@ def test_a_fault_meets_one_partition_and_no_command_without_one(peer):
 @pytest.mark.all_partitions
 def test_a_fault_finds_the_partition_of_a_client_that_knows_none(node):
     peer = node.connect()  # neither HELLO nor SELECT_BUCKET
-    peer.state.shared.faults.add(draw=always, vb_id=vbucket_of(b"key"), status=Status.EBUSY)
+    peer.state.shared.faults.add(draws=ALWAYS, vb_id=vbucket_of(b"key"), status=Status.EBUSY)
     assert peer.ask(Opcode.GET, key=b"key").status == Status.EBUSY
     assert peer.ask(Opcode.GET, key=b"other").status == Status.KEY_ENOENT
 
 
 def test_a_fault_meets_the_quiet_form_too(peer):
-    peer.state.shared.faults.add(draw=always, opcode=Opcode.SET, status=Status.ENOMEM)
+    peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.SET, status=Status.ENOMEM)
     (answer,) = peer.send(pack_request(Opcode.SETQ, vb_id=1, key=b"key", extras=bytes(8)))
     assert (answer.opcode, answer.status) == (Opcode.SETQ, Status.ENOMEM)
 
 
 def test_a_fault_of_any_command_meets_the_handshake(node):
     peer = node.connect()
-    peer.state.shared.faults.add(draw=always, status=Status.EBUSY, count=1)
+    peer.state.shared.faults.add(draws=ALWAYS, status=Status.EBUSY, count=1)
     assert peer.hello().status == Status.EBUSY
     assert peer.hello().status == Status.OK
 
@@ -86,9 +86,9 @@ def test_a_fault_of_any_command_meets_the_handshake(node):
 def test_rollback_names_its_seqno_and_not_my_vbucket_brings_map(peer):
     peer.open()
     faults = peer.state.shared.faults
-    faults.add(draw=always, opcode=Opcode.DCP_STREAM_REQ, status=Status.ROLLBACK,
+    faults.add(draws=ALWAYS, opcode=Opcode.DCP_STREAM_REQ, status=Status.ROLLBACK,
                rollback_seqno=5, count=1)  # fmt: skip
-    faults.add(draw=always, status=Status.NOT_MY_VBUCKET, opcode=Opcode.GET)
+    faults.add(draws=ALWAYS, status=Status.NOT_MY_VBUCKET, opcode=Opcode.GET)
     answer = peer.stream(1)
     assert (answer.status, answer.value) == (Status.ROLLBACK, (5).to_bytes(8, "big"))
     assert peer.stream(1).status == Status.OK
@@ -96,7 +96,7 @@ def test_rollback_names_its_seqno_and_not_my_vbucket_brings_map(peer):
 
 
 def test_a_disconnect_answers_what_came_before_and_nothing_after(peer):
-    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, disconnects=True)
+    peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.GET, disconnects=True)
     frames = peer.send(
         pack_request(Opcode.NOOP, opaque=1)
         + pack_request(Opcode.GET, vb_id=1, key=b"key", opaque=2)
@@ -109,7 +109,7 @@ def test_a_disconnect_answers_what_came_before_and_nothing_after(peer):
 
 def test_a_delay_holds_up_the_request_and_all_behind_it(node, peer):
     """Answers keep the order of the requests, so what follows waits too; more may arrive."""
-    peer.state.shared.faults.add(draw=always, opcode=Opcode.GET, delay_ms=100, count=1)
+    peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.GET, delay_ms=100, count=1)
     session, state = peer.session, peer.state
     state.answers.clear()
     packets = [
@@ -129,7 +129,7 @@ def test_a_delay_holds_up_the_request_and_all_behind_it(node, peer):
 
 
 def test_a_delay_can_come_before_an_error(peer):
-    fault = peer.state.shared.faults.add(draw=always, delay_ms=1, status=Status.EBUSY, count=1)
+    fault = peer.state.shared.faults.add(draws=ALWAYS, delay_ms=1, status=Status.EBUSY, count=1)
     peer.session.receive(pack_request(Opcode.NOOP), START_NS)
     peer.session.resume(START_NS + MS)
     (frame,) = peer.decoder.feed(b"".join(peer.state.answers))
@@ -141,7 +141,7 @@ def test_what_is_never_answered_is_swallowed(node, peer):
     peer.open()
     peer.control(b"connection_buffer_size", b"100")
     peer.producer.unacked_bytes = 100
-    peer.state.shared.faults.add(draw=always, opcode=Opcode.DCP_BUFFER_ACK, status=Status.EINVAL)
+    peer.state.shared.faults.add(draws=ALWAYS, opcode=Opcode.DCP_BUFFER_ACK, status=Status.EINVAL)
     ack = pack_request(Opcode.DCP_BUFFER_ACK, extras=(100).to_bytes(4, "big"))
     assert peer.send(ack) == []
     assert peer.producer.unacked_bytes == 100
@@ -149,7 +149,7 @@ def test_what_is_never_answered_is_swallowed(node, peer):
 
 def test_answers_of_a_client_meet_no_fault(peer):
     peer.open()
-    peer.state.shared.faults.add(draw=always, disconnects=True)
+    peer.state.shared.faults.add(draws=ALWAYS, disconnects=True)
     peer.send(b"\x81\x5c" + bytes(22))
     assert not peer.state.is_closing
 
@@ -158,7 +158,7 @@ def test_answers_of_a_client_meet_no_fault(peer):
 def test_the_same_seed_meets_the_same_requests(seed, probability):
     def met():
         table = FaultTable()
-        table.add(draw=random.Random(seed).random, status=Status.EBUSY, probability=probability)
+        table.add(draws=random.Random(seed), status=Status.EBUSY, probability=probability)
         return [table.meet(0, 0) is not None for _ in range(50)]
 
     first = met()
@@ -168,9 +168,9 @@ def test_the_same_seed_meets_the_same_requests(seed, probability):
 
 def test_the_first_rule_that_a_request_meets_decides():
     table = FaultTable()
-    table.add(draw=lambda: 0.9, status=Status.EBUSY, probability=0.5)
-    second = table.add(draw=always, status=Status.ENOMEM)
-    table.add(draw=always, status=Status.EINVAL)
+    table.add(draws=SimpleNamespace(random=lambda: 0.9), status=Status.EBUSY, probability=0.5)
+    second = table.add(draws=ALWAYS, status=Status.ENOMEM)
+    table.add(draws=ALWAYS, status=Status.EINVAL)
     assert table.meet(0, 0) is second
     assert table.clear(second.fault_id) == 1
     assert table.clear(second.fault_id) == 0
@@ -192,20 +192,20 @@ def test_the_first_rule_that_a_request_meets_decides():
 )
 def test_rules_that_make_no_sense(rule, why):
     with pytest.raises(FaultError, match=why):
-        FaultTable().add(draw=always, **rule)
+        FaultTable().add(draws=ALWAYS, **rule)
 
 
 def test_a_probability_is_told_as_the_fraction_that_it_is():
-    fault = FaultTable().add(draw=always, disconnects=True, probability=1)
+    fault = FaultTable().add(draws=ALWAYS, disconnects=True, probability=1)
     assert repr(fault.probability) == "1.0"
 
 
 def test_rules_are_limited():
     table = FaultTable()
     for _ in range(RULES_MAX):
-        table.add(draw=always, disconnects=True)
+        table.add(draws=ALWAYS, disconnects=True)
     with pytest.raises(FaultError, match="limit"):
-        table.add(draw=always, disconnects=True)
+        table.add(draws=ALWAYS, disconnects=True)
 
 
 def test_without_faults_nothing_is_looked_at(peer, monkeypatch):

@@ -40,7 +40,7 @@ from sim.store_client import ROOT
 from sim.world import MS, SECOND
 from vbucket.engine.partition import BranchRefusedError, Partition, VbState
 from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
-from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.ids import draw_vb_uuid
 from vbucket.model.manifest import SYSTEM_COLLECTION, is_ahead, missing_events
 from vbucket.model.partition_map import MapNode, PartitionMap, bucket_config
 from vbucket.model.receipt import CutOff, ElectionLoss
@@ -145,10 +145,10 @@ class ClusterNode(SingleNode):
             CoordinatorSettings(elects_uncleanly=plan.unclean), lease_s=plan.lease_s,
         )  # fmt: skip
         self.life = MapLife(self.session.view, machine.sent_map)
-        self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
+        self._raised_life = RaisedLife(self.life, store)
         self.seen = SeenRecords(self.session.view.keys, machine.seen, is_kept_in_file=True)
         self._is_keeping = False
-        self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
+        self.driver = StoreDriver(self.session, store, self)
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
             replica_lag_max_ns=plan.lag_ns,
@@ -160,8 +160,7 @@ class ClusterNode(SingleNode):
         )
         self.core = self.core_type(
             self.engine, self.store, self.groups, self.session, settings,
-            cluster="sim", carry_out=self._carry_out, depose=self._depose,
-            now_ns=self.clock.monotonic_ns(), kept=self.seen,
+            self, cluster="sim", now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
         self._manifest = SharedManifest(self.session, self.engine, store, self.core)
         self.replication = self.core.master
@@ -244,7 +243,16 @@ class ClusterNode(SingleNode):
             records=records_of(self.seen.content().records), ends=self.core.held_logs(),
         )  # fmt: skip
 
-    def _take(self, effect: SessionEffect) -> None:
+    def now_ns(self) -> int:
+        """See NodeShell."""
+        return self.clock.monotonic_ns()
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """See NodeShell: what it raises ends the run."""
+        step()
+
+    def take(self, effect: SessionEffect) -> None:
+        """See NodeShell."""
         now_ns = self.clock.monotonic_ns()
         if isinstance(effect, ViewChanged):
             self.seen.note_others(self.session.view)
@@ -285,10 +293,12 @@ class ClusterNode(SingleNode):
             if stored is not None:
                 self._note_record(vb_id, stored.content.record)
 
-    def _carry_out(self, effects: Iterable[SessionEffect]) -> None:
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
+        """See NodeShell."""
         self.driver.carry_out(effects)
 
-    def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+    def depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+        """See NodeShell."""
         for vb_id in vb_ids:
             self.note_tail(vb_id)
         for connection in list(self.connections):
@@ -357,7 +367,7 @@ class ClusterNode(SingleNode):
     def _cluster_tick(self) -> None:
         if self._has_begun:  # what is in the log is on disk, and it can be written
             self.driver.tick()
-            self._raised_life.tick(self.clock.monotonic_ns())
+            self._raised_life.tick(self.clock.monotonic_ns(), self.clock.wall_ns() / SECOND)
             self.core.tick(self.clock.monotonic_ns())
             self.core.master.cuts.tick(self.clock.monotonic_ns())  # feeds tick with connections
             self._carry_out_core()
@@ -400,7 +410,7 @@ class ClusterNode(SingleNode):
         """See SimNode."""
         part = self.engine.partitions[vb_id]
         seqno = int(part.high_seqno * share)
-        uuid = vb_uuid_from_random(self._world.draw.getrandbits(64))
+        uuid = draw_vb_uuid(self._world.draw)
         try:
             self.core.master.want_branch(vb_id, seqno, uuid)
         except BranchRefusedError:

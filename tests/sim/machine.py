@@ -90,8 +90,7 @@ class Machine:
 
     def open_device(self, device_type: type[FileLogDevice] = FileLogDevice) -> FileLogDevice:
         """Open the log's device, as a new process does."""
-        draw = self.world.draw
-        return device_type(Path(self.name), lambda: draw.getrandbits(64), self.disk)
+        return device_type(Path(self.name), self.world.draw, self.disk)
 
     # -- life --------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ from vbucket.log.device import (
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError
 from vbucket.model.entry import is_deleted, key_of, value_of
-from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vb_uuid_from_random
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import CleanEnd, put_failover
 
@@ -172,7 +172,7 @@ class SingleNode:
             self.device,
             num_vbuckets=plan.partitions,
             durability="commit",
-            draw_uuid=lambda: vb_uuid_from_random(draw.getrandbits(64)),
+            draws=draw,
             draw_node_id=lambda: machine.folder_id,
             memtable_bytes_max=plan.memtable_bytes,
             item_cache_bytes=plan.item_cache_bytes,
@@ -181,7 +181,7 @@ class SingleNode:
         self.store, self.engine, self.writer = startup.store, startup.engine, startup.writer
         self.engine: Engine
         self.hub = StreamHub()
-        self.scans = RangeScans(Views(self.engine, self.store), lambda: draw.randbytes(16))
+        self.scans = RangeScans(Views(self.engine, self.store), draw)
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self._upkeep = Upkeep(self, machine.env, plan, facts)
         self._pager = Pager(self.engine, self.store) if plan.wide_clients else None

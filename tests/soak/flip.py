@@ -22,6 +22,7 @@ from enum import IntEnum
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from random import Random
 from typing import Final, NamedTuple
 
 from dcp.server.check.verify import page_findings
@@ -95,7 +96,7 @@ def make_store(folder: Path) -> Truth:
     Store.create(env, node, dict.fromkeys(VBS, empty)).close()
     log = folder / "log"
     draw = random.Random(5)
-    device = FileLogDevice(log, lambda: draw.getrandbits(64))
+    device = FileLogDevice(log, draw)
     writer = LogWriter(device)
     writer.rotate()
     entries = []
@@ -240,7 +241,7 @@ def read_all(folder: Path, truth: Truth) -> tuple[Outcome, str]:
         node = store.node()
         if node is None:
             return Outcome.REFUSED, "no node: a server refuses to make one beside a log"
-        device = FileLogDevice(folder / "log", lambda: 0)
+        device = FileLogDevice(folder / "log", Random(0))
         merged_end = LogEnd.from_document(node.merged_end or NO_RECORD)
         list(recover(device, node.merged_segment, merged_end=merged_end).groups())
     except NAMED as error:

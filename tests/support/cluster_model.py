@@ -11,7 +11,7 @@ documents: what is tested is who becomes master.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from random import Random
 
@@ -103,13 +103,19 @@ class ModelNode:
         self.is_up, self.is_paused = True, False
         self.heard_ns, self.first_epochs = {}, {}
         session = ClusterSession(ROOT, self.member, self.incarnation, self.cluster.settings)
-        self.driver = StoreDriver(session, self.store, self.cluster.time.now, self.take)
+        self.driver = StoreDriver(session, self.store, self)
         self._tick_later(self.driver)
 
     def kill(self) -> None:
         self.is_up = False
         assert self.driver is not None
         self.driver.close()
+
+    def now_ns(self) -> int:
+        return self.cluster.time.now_ns
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        step()
 
     def take(self, effect: SessionEffect) -> None:
         if isinstance(effect, Notice):

@@ -61,12 +61,14 @@ class CopyNode(MemoryNode):
         )
         self.core = ReplicationCore(
             self.engine, self.store, self.groups, self.session,
-            ReplicationSettings(min_in_sync=1), cluster=CLUSTER, carry_out=self._carry_out,
-            depose=lambda vb_ids, why: None, now_ns=self.copies.now_ns,
+            ReplicationSettings(min_in_sync=1), self, cluster=CLUSTER, now_ns=self.copies.now_ns,
         )  # fmt: skip
 
-    def _carry_out(self, effects: Iterable[SessionEffect]) -> None:
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
         """Write nothing: the test writes the records."""
+
+    def depose(self, vb_ids: tuple[int, ...], why: str) -> None:
+        """No client waits."""
 
     def begin(self) -> None:
         """Take the open group, unless one is being written: it is on its way to the disk."""

@@ -78,11 +78,10 @@ class CoreNode(MemoryNode):
         """Partitions, the reason, and the high seqno of the first one at that moment."""
         self.core = ReplicationCore(
             self.engine, self.store, self.groups, self.session, self.cluster.settings,
-            cluster=CLUSTER, carry_out=self.carry_out, depose=self._depose,
-            now_ns=self.cluster.now_ns,
+            self, cluster=CLUSTER, now_ns=self.cluster.now_ns,
         )  # fmt: skip
 
-    def _depose(self, vb_ids: tuple[int, ...], why: str) -> None:
+    def depose(self, vb_ids: tuple[int, ...], why: str) -> None:
         self.deposed.append((vb_ids, why, self.engine.partitions[vb_ids[0]].high_seqno))
 
     def crash(self, keep_unsynced_bytes: int = 0) -> None:
@@ -99,7 +98,7 @@ class CoreNode(MemoryNode):
         if isinstance(job, WriteGroup):
             self.core.group_synced(self.cluster.now_ns, job.group)
 
-    def carry_out(self, effects: Iterable[SessionEffect]) -> None:
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
         """Carry out effects of the session: requests wait for `answer`."""
         now_ns = self.cluster.now_ns
         for effect in effects:
@@ -115,7 +114,7 @@ class CoreNode(MemoryNode):
         submit = self.submits.pop(0)
         if result is None:
             result = self.cluster.store.apply(self.cluster.now_ns, submit.request)
-        self.carry_out(self.session.on_event(self.cluster.now_ns, Answered(submit.tag, result)))
+        self.ask_store(self.session.on_event(self.cluster.now_ns, Answered(submit.tag, result)))
 
     def told(self, kind: type) -> list:
         """Return the effects of a kind so far."""

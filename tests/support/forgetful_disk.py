@@ -82,7 +82,7 @@ def strip_zeros(log: Path) -> None:
     path.write_bytes(path.read_bytes()[: written_bytes(path.read_bytes())])
 
 
-draw_salt = partial(Random(1).getrandbits, 64)
+DRAWS = Random(1)
 
 
 class MemoryDisk:
@@ -109,7 +109,7 @@ class FileDisk:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.monkeypatch = monkeypatch
-        self.device = FileLogDevice(folder, draw_salt)
+        self.device = FileLogDevice(folder, DRAWS)
 
     def reopen(self) -> LogDevice:
         self.device.close()
@@ -117,7 +117,7 @@ class FileDisk:
 
     def reopen_after_kill(self) -> LogDevice:
         self.device._close_newest()
-        self.device = FileLogDevice(self.folder, draw_salt)
+        self.device = FileLogDevice(self.folder, DRAWS)
         return self.device
 
     def fill_after(self, count: int) -> None:

@@ -51,7 +51,7 @@ from vbucket.log.commit_group import CommitGroup
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
@@ -75,7 +75,7 @@ def _new_store(seed: int, partitions: int) -> tuple[dict[str, Any], Any]:
     drawn = random.Random(seed)
     env = MemoryEnv(TABLES)
     node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
-    records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)), partitions)
+    records = new_partitions(drawn, partitions)
     Store.create(env, node, records).close()
     return env.tables, drawn.getstate()
 
@@ -111,7 +111,7 @@ class MemoryNode:
         self.partitions = partitions
         self.set_sizes(body_bytes_target=body_bytes_target, step_bytes=step_bytes)
         self.item_cache_bytes = item_cache_bytes
-        self._random = random.Random(seed)
+        self.draws = random.Random(seed)
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
         LogWriter(self.device).rotate()
@@ -136,13 +136,13 @@ class MemoryNode:
         env = MemoryEnv(TABLES)
         tables, random_state = _new_store(seed, self.partitions)
         env.tables = {name: rows.copy() for name, rows in tables.items()}
-        self._random.setstate(random_state)
+        self.draws.setstate(random_state)
         return env
 
     def _open(self) -> None:
         self.store = Store(self.env)
         self.engine = Engine(
-            self.store, self.draw_uuid, self.partitions, item_cache_bytes=self.item_cache_bytes
+            self.store, self.draws, self.partitions, item_cache_bytes=self.item_cache_bytes
         )
         node = self.store.node()
         assert node is not None
@@ -161,14 +161,11 @@ class MemoryNode:
         self.writer.rotate()
         self.hub = StreamHub()
         self.views = Views(self.engine, self.store)
-        self.scans = RangeScans(self.views, lambda: self._random.randbytes(16))
+        self.scans = RangeScans(self.views, self.draws)
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self.merges = MergeCycle(self.engine, kept_segments(self.store.quarantine()))
         self.floors = FloorCycle(self.engine, self.store, self.hub)
         self.engine.begin_batch(self.now_ns)
-
-    def draw_uuid(self) -> int:
-        return vb_uuid_from_random(self._random.getrandbits(64))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -311,7 +308,7 @@ class LmdbNode(MemoryNode):
         self._folder = tempfile.TemporaryDirectory()
         env = LmdbEnv(Path(self._folder.name) / "store", TABLES)
         node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
-        Store.create(env, node, new_partitions(self.draw_uuid, self.partitions)).close()
+        Store.create(env, node, new_partitions(self.draws, self.partitions)).close()
         return env
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from vbucket.engine.leadership import set_leader_epoch
 from vbucket.engine.recovery.startup import recover_node
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
-from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.records import TABLES, CleanEnd, put_failover
 from vbucket.upkeep.merge import merge
 
@@ -71,14 +70,14 @@ class PowerNode:
         self.durability = durability
         self._draw = draw
         self.device = FileLogDevice(
-            Path("simulated"), lambda: draw.getrandbits(64), disk, direct_bytes_min=DIRECT_BYTES_MIN
+            Path("simulated"), draw, disk, direct_bytes_min=DIRECT_BYTES_MIN
         )
         startup = recover_node(
             env,
             self.device,
             num_vbuckets=partitions,
             durability=durability,
-            draw_uuid=self._draw_uuid,
+            draws=draw,
             draw_node_id=lambda: "00",
             memtable_bytes_max=MEMTABLE_BYTES,
         )
@@ -88,9 +87,6 @@ class PowerNode:
         self.groups = GroupCycle(self.engine, StreamHub(), syncs_groups=durability == "commit")
         self.merges = MergeCycle(self.engine)
         self.engine.begin_batch(START_NS)
-
-    def _draw_uuid(self) -> int:
-        return vb_uuid_from_random(self._draw.getrandbits(64))
 
     def do(self, job: Job) -> tuple[int, ...]:
         """Do a job of the log, as the committer does; return the partitions with a new version."""

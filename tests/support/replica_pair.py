@@ -8,6 +8,8 @@ A master's node with one feed, which a test steps by hand, is here, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dcp.core.groups import Published, WriteGroup
 from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.replication_port import FeedAnswer
@@ -17,7 +19,7 @@ from dcp.wire.frame import Frame, FrameDecoder
 from dcp.wire.message import StreamRequest
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.coordinator import CoordinatorSettings
 from failover.coordinator.records import (
     ClusterKeys,
@@ -83,11 +85,16 @@ class Member:
             record = MemberRecord(member=member, address=member)
             self.session.view.members[member] = Stored(record, KeyValue(b"m", b"", 1, 1, 0))
         self.core = ReplicationCore(
-            node.engine, node.store, node.groups, self.session, self._settings,
-            cluster="c", carry_out=lambda _: None, depose=lambda _vb_ids, _why: None,
-            now_ns=self.now_ns,
+            node.engine, node.store, node.groups, self.session, self._settings, self,
+            cluster="c", now_ns=self.now_ns,
         )  # fmt: skip
         self.record(self._stored)
+
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
+        """Write nothing: the test writes the records."""
+
+    def depose(self, vb_ids: tuple[int, ...], why: str) -> None:
+        """No client waits."""
 
     def record(self, record: ReplicationRecord) -> None:
         """The metadata store has this record of VB."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memory.log_device import MemoryLogDevice
-from support.forgetful_disk import Disk, FileDisk, draw_salt, new_disk
+from support.forgetful_disk import DRAWS, Disk, FileDisk, new_disk
 from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,
@@ -247,7 +247,7 @@ def test_file_names_are_numbered_and_other_files_are_left_alone(tmp_path: Path) 
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     (folder / "new-segment.tmp").write_bytes(b"half a header")
-    device = FileLogDevice(folder, draw_salt)
+    device = FileLogDevice(folder, DRAWS)
     device.rotate()
     device.close()
     assert sorted(path.name for path in folder.iterdir()) == ["0000000001.log", "notes.txt"]
@@ -256,7 +256,7 @@ def test_file_names_are_numbered_and_other_files_are_left_alone(tmp_path: Path) 
 def test_rotating_on_a_full_disk_keeps_the_current_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", _fail_with(errno.ENOSPC))
@@ -288,7 +288,7 @@ def test_a_partial_write_that_cannot_be_cut_ends_the_appends(
 def test_a_folder_that_cannot_be_synced_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     device.rotate()
     with monkeypatch.context() as patched:
@@ -335,7 +335,7 @@ def test_disk_without_room_for_zeros_takes_records_all_same(
 def test_what_may_be_tried_again_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     for patched_name, call in (
         ("pwrite", lambda: device.append(b"x")),
@@ -358,7 +358,7 @@ def test_without_a_descriptor_to_be_had_the_log_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """No more room ahead, no other segment; both come once files can be opened again."""
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     device.rotate()
     room_bytes = device.room_bytes
@@ -378,13 +378,13 @@ def test_without_a_descriptor_to_be_had_the_log_goes_on(
     assert device.rotate() == 3
     device.append(b"three")
     device.close()
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     assert [device.read(segment)[HEADER:] for segment in (2, 3)] == [b"one two", b"three"]
     device.close()
 
 
 def test_a_log_that_is_closed_leaves_no_file_open(tmp_path: Path) -> None:
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     device.rotate()
     device.reserve()
@@ -419,7 +419,7 @@ def test_zeros_that_cannot_be_synced_are_final(
 
 def test_reserving_beside_appends_never_writes_over_them(tmp_path: Path) -> None:
     """One thread appends beyond the room again and again, another one reserves."""
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     is_done = threading.Event()
 
@@ -554,9 +554,9 @@ def test_a_segment_is_loaded_in_small_pieces_before_it_is_read(
 
 def test_a_mark_after_the_end_of_the_device_changes_nothing(tmp_path: Path) -> None:
     """A server that fails while it stops may still mark."""
-    device = FileLogDevice(tmp_path, draw_salt)
+    device = FileLogDevice(tmp_path, DRAWS)
     device.rotate()
     device.mark(1, b"the log's end")
     device.close()
     device.mark(1, b"too late")
-    assert FileLogDevice(tmp_path, draw_salt).marks()[1].startswith(b"the log's end")
+    assert FileLogDevice(tmp_path, DRAWS).marks()[1].startswith(b"the log's end")

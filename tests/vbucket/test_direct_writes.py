@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forgetful_disk import BLOCK_BYTES, ForgetfulDisk, Power, draw_salt
+from support.forgetful_disk import BLOCK_BYTES, DRAWS, ForgetfulDisk, Power
 from vbucket.log.device import AHEAD_BYTES, DIRECT_BYTES_MAX, DIRECT_BYTES_MIN
 from vbucket.log.device import SEGMENT_HEADER_BYTES as HEADER
 from vbucket.log.device_files import FileLogDevice
@@ -46,7 +46,7 @@ def disk() -> CountingDisk:
 
 
 def device_on(disk: CountingDisk) -> FileLogDevice:
-    device = FileLogDevice(Path("simulated"), draw_salt, disk)
+    device = FileLogDevice(Path("simulated"), DRAWS, disk)
     device.rotate()
     return device
 
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_opened_for_direct_writes(
 
 def test_a_segment_of_another_process_gets_no_direct_writes(disk: CountingDisk) -> None:
     device_on(disk).append(b"before")
-    device = FileLogDevice(Path("simulated"), draw_salt, disk)
+    device = FileLogDevice(Path("simulated"), DRAWS, disk)
     device.truncate(1, HEADER + 6)
     device.reserve()
     device.append(bytes(LARGE), sync_follows=True)
@@ -153,7 +153,7 @@ def test_a_segment_of_another_process_gets_no_direct_writes(disk: CountingDisk) 
 
 
 def test_real_files_hold_what_was_written_both_ways(tmp_path: Path) -> None:
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     written = b""
     for size in (10, LARGE + 3, 20, 3 * LARGE, 5, 5, LARGE):
@@ -165,7 +165,7 @@ def test_real_files_hold_what_was_written_both_ways(tmp_path: Path) -> None:
     device.rotate()
     device.append(b"next", sync_follows=True)
     device.close()
-    opened = FileLogDevice(tmp_path / "log", draw_salt)
+    opened = FileLogDevice(tmp_path / "log", DRAWS)
     assert opened.read(1)[HEADER:] == written
     assert body(opened) == b"next"
     opened.close()
@@ -175,7 +175,7 @@ def test_a_system_without_direct_writes_writes_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("os.O_DIRECT")  # as on macOS
-    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device = FileLogDevice(tmp_path / "log", DRAWS)
     device.rotate()
     device.append(b"x" * LARGE, sync_follows=True)
     device.sync()

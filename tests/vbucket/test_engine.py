@@ -236,7 +236,7 @@ def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
 def test_memtable_wants_freeze_at_its_size_overfull_at_twice(
     node: MemoryNode,
 ) -> None:
-    engine = Engine(node.store, node.draw_uuid, node.partitions, memtable_bytes_max=10_000)
+    engine = Engine(node.store, node.draws, node.partitions, memtable_bytes_max=10_000)
 
     def fill(size: int) -> None:
         put(engine, bytes(size))
@@ -312,6 +312,6 @@ def test_number_of_partitions_is_argument_and_power_of_two() -> None:
     node.crash()
     assert isinstance(node.engine.get(7, b"\0k"), StoredDocument)
     with pytest.raises(AssertionError, match="bits of a key's hash"):
-        Engine(node.store, node.draw_uuid, 6)
+        Engine(node.store, node.draws, 6)
     with pytest.raises(StoreDamagedError, match="no record of partition 8 and 7 other"):
-        Engine(node.store, node.draw_uuid, 16)
+        Engine(node.store, node.draws, 16)

@@ -34,7 +34,7 @@ from vbucket.engine.leadership import adopt_failover_log, set_leader_epoch
 from vbucket.engine.lifecycle import PurgeRefusedError, purge
 from vbucket.engine.partition import BranchRefusedError, FloorError
 from vbucket.model.entry import PREFIX_BYTES, head_of, is_deleted
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, draw_vb_uuid
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 from vbucket.native.key_hashes import KeyHashes, RowForm
 from vbucket.store.hashes import counted_hashes
@@ -364,7 +364,7 @@ class EngineMachine(RuleBasedStateMachine):
         at, epoch = max(seqno, log.current.seqno), history.epoch
         for more_seqnos, more_epochs in versions:
             at, epoch = at + more_seqnos, epoch + more_epochs
-            log = log.branch(self.node.draw_uuid(), at, epoch)
+            log = log.branch(draw_vb_uuid(self.node.draws), at, epoch)
         epoch += epochs
         is_cut = seqno < len(history.versions)
         adopt_failover_log(

@@ -229,7 +229,7 @@ def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pag
 
 
 def test_documents_expire_later_before_writers_have_to_wait(node: MemoryNode) -> None:
-    engine = Engine(node.store, node.draw_uuid, node.partitions, memtable_bytes_max=10_000)
+    engine = Engine(node.store, node.draws, node.partitions, memtable_bytes_max=10_000)
     pager = Pager(engine, node.store)
 
     def fill(size: int, expiry: int = 0) -> None:

@@ -16,7 +16,6 @@ from support.memory_node import MemoryNode
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
-from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import encode_leb128
 from vbucket.store.block import block_key
 from vbucket.store.environment import StoreDamagedError
@@ -64,7 +63,7 @@ class Disk:
             self.device,
             num_vbuckets=PARTITIONS,
             durability="commit",
-            draw_uuid=lambda: vb_uuid_from_random(self._draw.getrandbits(64)),
+            draws=self._draw,
             draw_node_id=lambda: "00",
             memtable_bytes_max=1 << 20,
             keep_copies=keep_copies,

@@ -132,7 +132,7 @@ def test_end_mark_of_a_failed_sync_is_made_safe_by_next_start() -> None:
     """
     power, draw = Power(), random.Random(1)
     disk = ForgetfulDisk(power)
-    writer = LogWriter(FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk))
+    writer = LogWriter(FileLogDevice(Path("simulated"), draw, disk))
     writer.rotate()
     add_group(writer)
     writer.sync_mark()
@@ -141,7 +141,7 @@ def test_end_mark_of_a_failed_sync_is_made_safe_by_next_start() -> None:
     with pytest.raises(SyncFailedError):
         writer.sync_mark()
 
-    device = FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk)
+    device = FileLogDevice(Path("simulated"), draw, disk)
     recovery = recover(device, 0)
     assert len(list(recovery.groups())) == 2
     recovery.finish()

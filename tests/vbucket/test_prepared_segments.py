@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forgetful_disk import Disk, draw_salt, new_disk
+from support.forgetful_disk import DRAWS, Disk, new_disk
 from vbucket.log.device import SEGMENT_HEADER_BYTES, LogFullError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import read_segment_header
@@ -82,7 +82,7 @@ def test_preparing_gives_up_if_disk_refuses_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "log"
-    device = FileLogDevice(folder, draw_salt)
+    device = FileLogDevice(folder, DRAWS)
     device.rotate()
 
     def refuse(*_: object) -> int:
@@ -109,7 +109,7 @@ def test_device_closed_meanwhile_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "log"
-    device = FileLogDevice(folder, draw_salt)
+    device = FileLogDevice(folder, DRAWS)
     device.rotate()
     has_begun, may_end = threading.Event(), threading.Event()
     fdatasync = os.fdatasync

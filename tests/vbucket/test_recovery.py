@@ -12,7 +12,7 @@ from support.memory_node import START_NS
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device import LogFullError, SyncFailedError
-from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.store.environment import StoreFullError
 from vbucket.store.records import BY_KEY_TABLE, TABLES
@@ -41,7 +41,7 @@ class Disk:
             self.device,
             num_vbuckets=NUM_VBUCKETS,
             durability=durability,
-            draw_uuid=lambda: vb_uuid_from_random(self._draw.getrandbits(64)),
+            draws=self._draw,
             draw_node_id=lambda: "00",
             memtable_bytes_max=1 << 20,
             keep_copies=keep_copies,

@@ -10,7 +10,6 @@ from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.device import pack_segment_header
 from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_control, pack_mutation
-from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store, StoreView
@@ -97,7 +96,7 @@ def compact(env: LmdbEnv, churn: Churn, planner: Planner) -> Iterator[int]:
 def test_file_stays_within_three_times_live_data_and_history(tmp_path: Path) -> None:
     env = LmdbEnv(tmp_path / "store", TABLES)
     drawn = random.Random(2)
-    records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)), PARTITIONS)
+    records = new_partitions(drawn, PARTITIONS)
     node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
     store = Store.create(env, node, records)
     churn, planner = Churn(), Planner()

@@ -16,7 +16,6 @@ document, deletions included, and stops at the highest value).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
@@ -25,8 +24,7 @@ from vbucket.engine.documents.json_value import datatype_of
 from vbucket.engine.documents.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.documents.locks import Locks
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
-from vbucket.engine.loading.bulk import REV_SEQNO_MAX, Frames
-from vbucket.engine.loading.conflicts import are_new, winners
+from vbucket.engine.loading.bulk import REV_SEQNO_MAX, Frames, are_new, winners
 from vbucket.engine.loading.loads import Loads
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
@@ -44,7 +42,7 @@ from vbucket.model.entry import (
     OPCODE_AT,
     seqno_of,
 )
-from vbucket.model.ids import CAS_DRIFT_NS
+from vbucket.model.ids import CAS_DRIFT_NS, Draws
 from vbucket.native import get_run, set_run
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import StoredMeta
@@ -91,14 +89,14 @@ class Engine:
     def __init__(
         self,
         store: Store,
-        draw_uuid: Callable[[], int],
+        draws: Draws,
         num_vbuckets: int,
         memtable_bytes_max: int = 64 << 20,
         *,
         item_cache_bytes: int = 0,
     ) -> None:
         self.keyspace = keyspace = Keyspace(
-            store, draw_uuid, num_vbuckets, memtable_bytes_max, item_cache_bytes=item_cache_bytes
+            store, draws, num_vbuckets, memtable_bytes_max, item_cache_bytes=item_cache_bytes
         )
         # The keyspace never replaces these, so every command is spared a look there.
         self.num_vbuckets = num_vbuckets

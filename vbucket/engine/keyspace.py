@@ -22,7 +22,7 @@ Rules: kv_engine's failover tables and system events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
@@ -43,7 +43,7 @@ from vbucket.model.entry import (
     pack_system_event,
     seqno_of,
 )
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, Draws, draw_vb_uuid
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     Manifest,
@@ -77,7 +77,7 @@ class Keyspace:
     def __init__(
         self,
         store: Store,
-        draw_uuid: Callable[[], int],
+        draws: Draws,
         num_vbuckets: int,
         memtable_bytes_max: int = 64 << 20,
         *,
@@ -86,7 +86,7 @@ class Keyspace:
         assert 0 < num_vbuckets <= NUM_VBUCKETS, "more than the wire has"
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
-        self.draw_uuid = draw_uuid
+        self.draws = draws
         self.memtable_bytes_max = memtable_bytes_max
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
@@ -269,7 +269,7 @@ class Keyspace:
         if at_seqno and part.durable_state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
-        failover = part.failover.branch(self.draw_uuid(), at_seqno, began_in)
+        failover = part.failover.branch(draw_vb_uuid(self.draws), at_seqno, began_in)
         undone_keys = self.replace_history(part, failover, began_in, rollback_to=at_seqno)
         if part.durable_state == VbState.ACTIVE:
             self.tell_missing_events(part)
@@ -591,7 +591,8 @@ class Keyspace:
         for vb_id in changed:
             part = self.partitions[vb_id]
             last_group = part.last_group
-            failover = part.failover.branch(self.draw_uuid(), part.high_seqno, part.leader_epoch)
+            vb_uuid = draw_vb_uuid(self.draws)
+            failover = part.failover.branch(vb_uuid, part.high_seqno, part.leader_epoch)
             self._put_history(part, failover, part.leader_epoch, part.high_seqno)
             part.last_group = last_group  # documents are what they were: reads need not wait
         return changed

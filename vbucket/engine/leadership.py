@@ -23,6 +23,7 @@ from failover.rules.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Branch, Partition, check_undo
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.ids import draw_vb_uuid
 from vbucket.model.manifest import is_ahead
 
 
@@ -52,7 +53,7 @@ def begin_version(engine: Engine, vb_id: int, epoch: int) -> Branch:
     _check_epoch(engine, vb_id, epoch)
     part = engine.partitions[vb_id]
     if part.leader_epoch == 0 == part.high_seqno and len(part.failover.entries) == 1:
-        log = FailoverLog.create(engine.keyspace.draw_uuid(), epoch)
+        log = FailoverLog.create(draw_vb_uuid(engine.keyspace.draws), epoch)
         engine.keyspace.replace_history(part, log, epoch, rollback_to=None)
         return Branch(vb_id, log, 0, 0, 0)
     return engine.keyspace.branch(vb_id, engine.partitions[vb_id].high_seqno, epoch)

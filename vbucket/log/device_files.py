@@ -19,7 +19,6 @@ import contextlib
 import errno
 import mmap
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -43,6 +42,7 @@ from vbucket.log.device import (
 )
 from vbucket.log.disk_folder import FolderDisk
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME, segment_name
+from vbucket.model.ids import Draws
 
 _NEW_NAME: Final = "new-segment.tmp"
 _BLOCK_BYTES: Final = 4096
@@ -56,7 +56,7 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DES
 class FileLogDevice:
     """`LogDevice` over the files of one folder; the folder is created when missing.
 
-    `draw_salt` returns 64 random bits for a new segment. Clients must not be able to guess them.
+    `draws` gives each new segment a salt of 64 bits. Clients must not be able to guess it.
 
     Invariants
     - `_end` is the end of the last successful append to the newest segment, and
@@ -77,13 +77,13 @@ class FileLogDevice:
     def __init__(
         self,
         folder: Path,
-        draw_salt: Callable[[], int],
+        draws: Draws,
         disk: FolderDisk | None = None,
         *,
         direct_bytes_min: int = DIRECT_BYTES_MIN,
     ) -> None:
         self._folder = folder
-        self._draw_salt = draw_salt
+        self._draws = draws
         self._salt: int | None = None
         self._disk = disk or FolderDisk(folder)
         self._refusal: Exception | None = None
@@ -253,7 +253,7 @@ class FileLogDevice:
             segment = self._segments[-1] + 1 if self._segments else at_least
             if self._fd >= 0:
                 self._seal()
-            salt = self._draw_salt()
+            salt = self._draws.getrandbits(64)
             # It stays open, because later there may be no free descriptor.
             with self._preparing:
                 header = pack_segment_header(segment, self._end, salt)

@@ -10,7 +10,7 @@ failover table.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 from zlib import crc32
 
 NUM_VBUCKETS: Final = 1024
@@ -36,9 +36,22 @@ def vbucket_of(logical_key: bytes, num_vbuckets: int = NUM_VBUCKETS) -> int:
     return ((crc32(logical_key) >> 16) & 0x7FFF) % num_vbuckets
 
 
-def vb_uuid_from_random(random_64_bits: int) -> int:
-    """Make a vb_uuid, 48 bits and never 0, from 64 random bits that the caller drew."""
-    return (random_64_bits >> 16) & 0xFFFF_FFFF_FFFF or 1
+class Draws(Protocol):
+    """Randomness: `random.SystemRandom` in a server, a seeded `random.Random` in a simulation."""
+
+    def getrandbits(self, bits: int, /) -> int:
+        """Return so many random bits."""
+
+    def randbytes(self, size: int, /) -> bytes:
+        """Return so many random bytes."""
+
+    def random(self) -> float:
+        """Return a number in [0, 1)."""
+
+
+def draw_vb_uuid(draws: Draws) -> int:
+    """Return a new vb_uuid: 48 bits and never 0."""
+    return (draws.getrandbits(64) >> 16) & 0xFFFF_FFFF_FFFF or 1
 
 
 CAS_DRIFT_NS: Final = 3900 * 10**9

@@ -281,13 +281,14 @@ def _wait_until_served(nodes: list[_DemoNode], timeout_s: float) -> None:
     """Wait until each partition has its copies in sync, and no plan is under way, for as long as
     anything moves.
     """
-    progress = DemoProgress(_tell, time.monotonic(), max(timeout_s, STILL_S))
+    progress = DemoProgress(time.monotonic(), max(timeout_s, STILL_S))
     while not progress.is_stuck(time.monotonic()):
         running = {node.name for node in nodes if node.runs}
         status = nodes[0].status()
         if _is_served(status, running):
             return
-        progress.note(time.monotonic(), status)
+        if line := progress.note(time.monotonic(), status):
+            _tell(line)
         time.sleep(POLL_S)
     logs = ", ".join(str(node.log_path) for node in nodes)
     raise OperationTimeoutError(
@@ -358,20 +359,20 @@ def _stop(nodes: list[_DemoNode]) -> None:
 
 
 class DemoProgress:
-    """How far a demo is: lines for its user, and when nothing moves any more.
-
-    `tell` shows a line; `still_s` is how long nothing may move.
+    """How far a demo is: lines for its user, and when nothing moves any more. `still_s` is how long
+    nothing may move.
     """
 
-    def __init__(self, tell: Callable[[str], None], now_s: float, still_s: float = STILL_S) -> None:
-        self._tell = tell
+    def __init__(self, now_s: float, still_s: float = STILL_S) -> None:
         self._still_s = still_s
         self._best = (0, 0, 0)
         self._moved_s = self._told_s = now_s
         self._told = ""
 
-    def note(self, now_s: float, status: dict[str, Any]) -> None:
-        """Take what a node says of the cluster; {}: it does not answer."""
+    def note(self, now_s: float, status: dict[str, Any]) -> str:
+        """Take what a node says of the cluster; {}: it does not answer. Return a line for the user;
+        "": there is nothing new to say.
+        """
         alive, in_sync, wanted = counts(status)
         here = (alive, in_sync, _done(status))
         best = (
@@ -384,9 +385,10 @@ class DemoProgress:
         text = f"{alive} nodes take part, {in_sync:,} of {wanted:,} copies are in sync"
         if not status:
             text = "n1 does not answer yet"
-        if text != self._told and now_s - self._told_s >= TELL_S:
-            self._told, self._told_s = text, now_s
-            self._tell(text)
+        if text == self._told or now_s - self._told_s < TELL_S:
+            return ""
+        self._told, self._told_s = text, now_s
+        return text
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether nothing has moved for too long."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -59,13 +58,11 @@ class AuditLog:
         log: EventLog,
         *,
         bytes_max: int,
-        now: Callable[[], datetime] = _utc_now,
     ) -> None:
         """Write to `path` (None: write nothing); a file is full at `bytes_max` bytes."""
         self.path = path
         self._log = log
         self._bytes_max = bytes_max
-        self._now = now
         self._changed = threading.Condition()
         self._pending: list[bytes] = []
         self._is_closing = False
@@ -78,7 +75,7 @@ class AuditLog:
         """Queue a line; the thread writes it soon."""
         if self.path is None:
             return
-        line = audit_line(self._now(), event, fields)
+        line = audit_line(_utc_now(), event, fields)
         with self._changed:
             if len(self._pending) >= PENDING_MAX:
                 self._lost += 1
@@ -114,7 +111,7 @@ class AuditLog:
         assert self.path is not None
         data = b"".join(lines)
         if lost:
-            data = audit_line(self._now(), "lost", {"lines": lost}) + data
+            data = audit_line(_utc_now(), "lost", {"lines": lost}) + data
         try:
             append_rotating(self.path, data, self._bytes_max)
         except OSError as error:

@@ -20,11 +20,11 @@ import hashlib
 import hmac
 import logging
 import re
-import secrets
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from secrets import token_bytes
 from typing import Final, NamedTuple
 
 from dcp.server.access.users_file import (
@@ -136,7 +136,6 @@ class Users:
     def __init__(
         self,
         path: Path,
-        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         *,
         has_guest: bool = True,
         iterations: int = ITERATIONS,
@@ -147,18 +146,17 @@ class Users:
             UsersFileError: the file exists and cannot be used.
         """
         self._path = path
-        self._draw_bytes = draw_bytes
         self._change = threading.Lock()
-        self._process_key = draw_bytes(32)
+        self._process_key = token_bytes(32)
         self._verified: set[bytes] = set()
         self._stamps: tuple[object, object] | None = None
         self._has_guest = has_guest
         self._iterations = iterations
-        self._content = UsersContent({}, draw_bytes(32))
+        self._content = UsersContent({}, token_bytes(32))
         self.revision = 0
         self.problem = ""
         """Why the last change of the file was not loaded; "" if it was."""
-        self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
+        self._guest_keys = _guest_keys(token_bytes(SALT_BYTES)) if has_guest else {}
         self._share: Callable[[bytes, bytes], None] | None = None
         self._refusal = ""
         """Why users cannot be changed now; "" if they can."""
@@ -199,7 +197,7 @@ class Users:
         """Let the nodes of a cluster log in with SCRAM and one of these secrets, with nothing but
         the role replicate.
         """
-        salt = self._draw_bytes(SALT_BYTES)
+        salt = token_bytes(SALT_BYTES)
         self._cluster_keys = tuple(_keys_of_secret(secret, salt) for secret in secrets)
 
     def share_changes(self, share: Callable[[bytes, bytes], None]) -> None:
@@ -354,7 +352,10 @@ class Users:
         _check_password(password)
         return {
             mechanism: keys_of_password(
-                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=self._iterations
+                mechanism,
+                password,
+                salt=token_bytes(SALT_BYTES),
+                iterations=self._iterations,
             )
             for mechanism in HASH_NAMES
         }
@@ -415,7 +416,7 @@ class Users:
         except MalformedMessageError:
             return AuthStep(Status.EINVAL)
         keys, is_known = self._keys_of(first.user, mechanism, peer_is_loopback=peer_is_loopback)
-        nonce = b64encode(self._draw_bytes(18)).decode()
+        nonce = b64encode(token_bytes(18)).decode()
         exchanges = [begin_exchange(mechanism, first, each, nonce) for each in keys]
         attempt = _LoginAttempt(exchanges, first.user, is_known)
         server_first = exchanges[0].server_first.encode()  # the same in all of them

@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from dcp.server.access.link_tls import LinkTls
@@ -38,6 +38,9 @@ from failover.metadata.metastore import (
     WatchHandle,
     WatchMessage,
 )
+
+if TYPE_CHECKING:
+    from failover.metadata.etcd.client import EtcdClient
 
 EMBEDDED: Final = "embedded"
 STORE_FOLDER: Final = "metastore"
@@ -93,15 +96,6 @@ def place_of(url: str) -> StorePlace:
     return StorePlace(parts.hostname, port)
 
 
-class StoreClient(MetaStore, Protocol):
-    """A client that says why its store does not answer."""
-
-    trouble: str
-
-    async def close(self) -> None:
-        """Disconnect."""
-
-
 class TimedStore:
     """A metadata store whose answers are timed."""
 
@@ -143,7 +137,7 @@ class MetaAccess:
         self.url = url
         self.keyring = keyring
         self._name = name
-        self._client: StoreClient | None = None
+        self._client: EmbeddedClient | EtcdClient | None = None
         self._server: EmbeddedServer | None = None
 
     @classmethod
@@ -169,7 +163,7 @@ class MetaAccess:
     @classmethod
     def _of(
         cls,
-        client: StoreClient,
+        client: EmbeddedClient | EtcdClient,
         url: str,
         keyring: Keyring,
         name: str,
@@ -229,7 +223,7 @@ def _etcd_settings(url: str, read: Callable[[str], bytes]) -> EtcdSettings:
         raise MetaUrlError(str(error), _URLS) from None
 
 
-def _etcd_client(url: str, log: EventLog) -> StoreClient:
+def _etcd_client(url: str, log: EventLog) -> EtcdClient:
     """Return a client of etcd. Raises MetaAccessError, MetaUrlError."""
     try:
         settings = _etcd_settings(url, lambda path: Path(path).read_bytes())

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -187,21 +186,18 @@ RETRY_NS: Final = 1_000_000_000
 
 
 class RaisedLife:
-    """See the module. `unix_s` is the wall clock."""
+    """See the module."""
 
-    def __init__(
-        self, life: MapLife, meta: MetaStore, unix_s: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, life: MapLife, meta: MetaStore) -> None:
         self._life = life
         self._meta = meta
-        self._unix_s = unix_s
         self._next_ns = self._due_since_ns = 0
 
-    def tick(self, now_ns: int) -> None:
-        """Let time pass: raise the life if that is due."""
+    def tick(self, now_ns: int, unix_s: float) -> None:
+        """Let time pass: raise the life if that is due. `unix_s` is the wall clock."""
         if now_ns < self._next_ns:
             return
-        txn = self._life.raising(self._unix_s())
+        txn = self._life.raising(unix_s)
         if txn is None:
             self._due_since_ns = 0
             return

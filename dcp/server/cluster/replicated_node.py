@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -141,7 +141,7 @@ class ReplicationChoices(NamedTuple):
 
 
 class ReplicatedNode:
-    """See the module. It implements ReplicationHooks."""
+    """See the module. It implements ReplicationHooks and NodeShell."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class ReplicatedNode:
             lease_s=choices.lease_s,
         )  # fmt: skip
         self.seen = self._open_seen()
-        self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
+        self._driver = StoreDriver(session, access.meta, self)
         self.core = ReplicationCore(
             parts.engine, parts.store, parts.groups, session,
             ReplicationSettings(
@@ -177,8 +177,7 @@ class ReplicatedNode:
                 value_bytes_max=choices.value_bytes_max,
                 fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
-            cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
-            now_ns=elapsed_ns(), kept=self.seen.records,
+            self, cluster=identity.cluster, now_ns=elapsed_ns(), kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.master
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
@@ -199,7 +198,7 @@ class ReplicatedNode:
         self.map = NodeMap(
             session.view, access.meta,
             SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log),
-            MapPace(self._loop, partial(self._guarded, self._show_map)),
+            MapPace(self._loop, partial(self.guarded, self._show_map)),
         )  # fmt: skip
         self._is_scheduled = self._is_carrying = self._is_stopped = False
         self._has_started = self._has_registered = False
@@ -226,7 +225,7 @@ class ReplicatedNode:
 
     def _open_seen(self) -> SeenFile:
         parts, session, cluster = self._parts, self.session, self.identity.cluster
-        kept = partial(self._guarded, self._records_kept)
+        kept = partial(self.guarded, self._records_kept)
         keys = session.view.keys
         seen = SeenFile(parts.data_dir, cluster, keys, parts.tasks, parts.log, kept)
         session.reader.must_have_cluster = seen.records.has_cluster
@@ -250,12 +249,12 @@ class ReplicatedNode:
         """See ReplicationHooks."""
         if self.core.has_effects and not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._guarded, self._carry_out)
+            self._loop.call_soon(self.guarded, self._carry_out)
 
     def after_acknowledgement(self) -> None:
         """See ReplicationHooks."""
         if self.core.has_effects:
-            self._guarded(self._carry_out)
+            self.guarded(self._carry_out)
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -410,7 +409,7 @@ class ReplicatedNode:
             lag_s = self._loop.time() - self._next_tick.when()
             self.core.master.pace.was_late(max(0, int(lag_s * 1e9)))
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
-        self._guarded(self._pass_time)
+        self.guarded(self._pass_time)
 
     def _check_membership(self) -> bool:
         """Return whether this process may act as the member. Raises MembershipOverError: two
@@ -447,7 +446,7 @@ class ReplicatedNode:
         if not self._check_membership():
             return
         self._own.tick(now_ns)
-        self.map.raised.tick(now_ns)
+        self.map.raised.tick(now_ns, time.time())
         self._clock.tick(now_ns)
         self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
@@ -491,9 +490,9 @@ class ReplicatedNode:
         self.core.records_were_kept()
         self._carry_out()
 
-    def _take(self, effect: SessionEffect) -> None:
-        """Take what the driver does not carry out."""
-        self._guarded(partial(self._taken, effect))
+    def take(self, effect: SessionEffect) -> None:
+        """See NodeShell."""
+        self.guarded(partial(self._taken, effect))
 
     def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
@@ -522,8 +521,8 @@ class ReplicatedNode:
             self._notice(effect)
         self.after_commands()
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a step of the cores. An unexpected exception ends the server."""
+    def guarded(self, step: Callable[[], None]) -> None:
+        """See NodeShell. All steps of the cores run so. An unexpected exception ends the server."""
         if self._is_stopped:
             return
         try:
@@ -531,7 +530,16 @@ class ReplicatedNode:
         except Exception as error:  # noqa: BLE001 - a named supervision point
             self._parts.tasks.fail(error)
 
-    def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+    def ask_store(self, effects: Iterable[SessionEffect]) -> None:
+        """See NodeShell."""
+        self._driver.carry_out(effects)
+
+    def now_ns(self) -> int:
+        """See NodeShell."""
+        return elapsed_ns()
+
+    def depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+        """See NodeShell."""
         for connection in tuple(self._parts.connections.waiting):
             connection.depose(vb_ids)
 
@@ -594,7 +602,7 @@ class ReplicatedNode:
         return True
 
     def _link_moved(self) -> None:
-        self._guarded(self._carry_out)
+        self.guarded(self._carry_out)
 
     def _map_changed(self, changed: MapChanged) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
@@ -663,8 +671,8 @@ class ReplicatedNode:
         self._turns.steps.do_when_due(self._later)
 
     def _later(self, work: Callable[[], None]) -> None:
-        self._guarded(work)
-        self._guarded(self._carry_out)
+        self.guarded(work)
+        self.guarded(self._carry_out)
 
     def _arrived(self, _effect: PartitionsArrived) -> None:
         self._parts.connections.arrived()

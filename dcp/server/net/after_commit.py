@@ -69,7 +69,8 @@ class AfterCommit(LogEvents):
             self._meter.change_bytes += len(published.group.payload)
         for vb_id in published.branched:
             self._failover_logs.save_soon(vb_id)
-        self._commits.committed()
+        if self._commits.waiting:
+            self._commits.committed()
         self._backpressure.update()
         self._connections.release()
 

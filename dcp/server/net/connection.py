@@ -181,7 +181,7 @@ class ClientConnection(asyncio.Protocol):
             self._next_news.cancel()
         if self._arrival_timer is not None:
             self._arrival_timer.cancel()
-        if self._engine.keyspace.has_pending:
+        if self._engine.keyspace.pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
             self._committer.kick()
@@ -404,7 +404,7 @@ class ClientConnection(asyncio.Protocol):
             self._replication.after_commands()
         if state.sender is not None:
             self.schedule_pump()
-        if self._engine.keyspace.has_pending:
+        if self._engine.keyspace.pending:
             if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
                 # Nobody else can add to the group. `release` may run within this call, so nothing
                 # may follow it here.

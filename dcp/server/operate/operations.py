@@ -353,7 +353,7 @@ class Operations:
     ) -> FaultRow:
         """Set a rule. With the same seed it matches the same requests. Raises FaultError."""
         fault = self._faults.add(
-            draw=random.Random(seed).random,  # noqa: S311 - not for secrets
+            draws=random.Random(seed),  # noqa: S311 - not for secrets
             opcode=opcode,
             vb_id=vb_id,
             status=status,

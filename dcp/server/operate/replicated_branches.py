@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from dcp.server.operate.reports import BranchReport
 from vbucket.engine.partition import BranchRefusedError, VbState
+from vbucket.model.ids import draw_vb_uuid
 
 if TYPE_CHECKING:
     from failover.replication.effects import BranchEnded
@@ -48,7 +49,7 @@ class ReplicatedBranches:
 
         Raises BranchRefusedError if nothing was changed, BranchUnknownError.
         """
-        vb_uuid = self._engine.keyspace.draw_uuid()
+        vb_uuid = draw_vb_uuid(self._engine.keyspace.draws)
         self._master.want_branch(vb_id, at_seqno, vb_uuid)
         decided = asyncio.get_running_loop().create_future()
         self._asked[vb_uuid] = decided

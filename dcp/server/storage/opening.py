@@ -32,7 +32,6 @@ from vbucket.engine.recovery.startup import OtherNumberError, recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.disk_folder import sync_folder
-from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.environment import StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord
@@ -128,10 +127,11 @@ class Storage:
         vbucket.engine.recovery.startup.recover_node raises.
         """
         self.cache_size = item_cache_size(settings.item_cache_bytes)
+        draws = secrets.SystemRandom()
         with contextlib.ExitStack() as opened:
             self.folder = open_folder(path)
             opened.callback(self.folder.close)
-            self.device = FileLogDevice(self.folder.log_path, lambda: secrets.randbits(64))
+            self.device = FileLogDevice(self.folder.log_path, draws)
             opened.callback(self.device.close)
             env = LmdbEnv(self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes)
             opened.callback(env.close)
@@ -144,7 +144,7 @@ class Storage:
                     self.device,
                     durability=settings.durability,
                     num_vbuckets=settings.partitions,
-                    draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
+                    draws=draws,
                     draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
                     memtable_bytes_max=settings.memtable_bytes,
                     item_cache_bytes=self.cache_size.bytes_max,

@@ -26,8 +26,8 @@ class CommitWaiters:
     def __init__(self, engine: Engine, kick: Callable[[], None]) -> None:
         self._engine = engine
         self._kick = kick
-        self._waiting: dict[tuple[int, int], list[asyncio.Future[None]]] = {}
-        """By partition (or _WHOLE_LOG) and group."""
+        self.waiting: dict[tuple[int, int], list[asyncio.Future[None]]] = {}
+        """By partition (or _WHOLE_LOG) and group. Empty: `committed` would do nothing."""
 
     def kick(self) -> None:
         """Have the committer write what is pending."""
@@ -45,9 +45,9 @@ class CommitWaiters:
 
     def committed(self) -> None:
         """Wake all whose group is committed."""
-        for vb_id, group in tuple(self._waiting):
+        for vb_id, group in tuple(self.waiting):
             if self._is_done(vb_id, group):
-                for future in self._waiting.pop((vb_id, group)):
+                for future in self.waiting.pop((vb_id, group)):
                     if not future.done():
                         future.set_result(None)
 
@@ -55,15 +55,15 @@ class CommitWaiters:
         if self._is_done(vb_id, group):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault((vb_id, group), [])
+        waiting = self.waiting.setdefault((vb_id, group), [])
         waiting.append(future)
         self._kick()
         try:
             await future
         except asyncio.CancelledError:
             waiting.remove(future)
-            if not waiting and self._waiting.get((vb_id, group)) is waiting:
-                del self._waiting[vb_id, group]
+            if not waiting and self.waiting.get((vb_id, group)) is waiting:
+                del self.waiting[vb_id, group]
             raise
 
     def _is_done(self, vb_id: int, group: int) -> bool:

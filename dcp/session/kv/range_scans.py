@@ -16,11 +16,11 @@ id. Documents that are due to expire are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from vbucket.engine.read_view import STEP_BYTES, STEP_WORK, Scan, Shown, Views
+from vbucket.model.ids import Draws
 
 BATCH_WORK: Final = 2 * STEP_WORK
 """Keys and versions that one request looks at, which takes some milliseconds. A client asks again
@@ -113,9 +113,9 @@ class RangeScan:
 class RangeScans:
     """The scans of a node, by id."""
 
-    def __init__(self, views: Views, draw_id: Callable[[], bytes]) -> None:
+    def __init__(self, views: Views, draws: Draws) -> None:
         self.views = views
-        self._draw_id = draw_id
+        self._draws = draws
         self._scans: dict[bytes, RangeScan] = {}
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class RangeScans:
         """Keep a scan; return its id, 16 bytes that cannot be guessed."""
         if len(self._scans) >= 2 * len(self.views):
             self._forget_closed()
-        scan_id = self._draw_id()
+        scan_id = self._draws.randbytes(16)
         assert len(scan_id) == 16
         self._scans[scan_id] = scan
         return scan_id

@@ -21,6 +21,7 @@ from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.engine.engine import StoredDocument
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import KeyWalk
+from vbucket.model.ids import draw_vb_uuid
 from vbucket.model.manifest import DEFAULT_COLLECTION, collection_of
 from vbucket.store.plain_value import shown
 
@@ -149,7 +150,7 @@ class DocumentReadCommands:
         self._state.observes_manifest()
         if collection_id not in engine.keyspace.manifest.collections:
             raise UnknownNameError(Status.UNKNOWN_COLLECTION)
-        drawn, count = engine.keyspace.draw_uuid(), engine.num_vbuckets
+        drawn, count = draw_vb_uuid(engine.keyspace.draws), engine.num_vbuckets
         left = WALK_KEYS_MAX
         for step in range(count):
             part = engine.partitions[(drawn + step) % count]

@@ -33,7 +33,7 @@ from dcp.session.subdoc.json_scan import (
     IS_TOO_DEEP,
     LEVELS_MAX,
     STEP_BYTES,
-    JsonScan,
+    AnyScan,
     Text,
     new_scan,
 )
@@ -290,7 +290,7 @@ def scanned(
     *,
     levels_max: int = LEVELS_MAX,
     checks_utf8: bool = False,
-) -> Generator[None, None, tuple[int, JsonScan]]:
+) -> Generator[None, None, tuple[int, AnyScan]]:
     """Scan a text; return how that ended, and the scan."""
     scan = new_scan(text, paths, wanted, levels_max=levels_max, checks_utf8=checks_utf8)
     while (how := scan.step(STEP_BYTES)) == GOES_ON:

@@ -25,10 +25,13 @@ import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from dcp.session.subdoc.json_path import PATHS_CACHED, Key, Path
 from vbucket.native import json_scan_loop
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import JsonScan
 
 GOES_ON, IS_DONE, IS_UNSOUND, IS_TOO_DEEP = range(4)
 """What `step` returns: call it again; there are places; the text is not JSON, or has too many
@@ -38,6 +41,8 @@ LEVELS_MAX: Final = 1024
 """Containers within one another, of which anything is found."""
 
 Text = bytes | memoryview
+AnyScan: TypeAlias = "PlainScan | JsonScan"
+"""A pass under way."""
 
 
 class ValuePlace(NamedTuple):
@@ -53,19 +58,6 @@ class ValuePlace(NamedTuple):
     """Whether a member or element is itself a container."""
     has_wanted: bool
     """Whether an element of the array at the path has the wanted text."""
-
-
-class JsonScan(Protocol):
-    """A pass under way."""
-
-    depth: int
-    """The most containers within one another so far."""
-
-    def step(self, bytes_max: int, /) -> int:
-        """Go on for about as many bytes; return GOES_ON, or how the pass has ended."""
-
-    def places(self, number: int, /) -> Sequence[tuple[int, int, int, int, bool, bool]]:
-        """Return the places (`ValuePlace`) of the path with this number. Call it after IS_DONE."""
 
 
 _Step = bytes | int
@@ -84,7 +76,7 @@ def new_scan(
     *,
     levels_max: int = LEVELS_MAX,
     checks_utf8: bool = False,
-) -> JsonScan:
+) -> AnyScan:
     """Return a pass over a text for up to PATHS_MAX paths. `wanted` are texts to look for among the
     elements of the arrays at the paths.
     """
@@ -150,9 +142,10 @@ class PlainScan:
         self._how = GOES_ON
         self._pass = self._document()
         self.depth = 0
+        """The most containers within one another so far."""
 
     def step(self, bytes_max: int, /) -> int:
-        """See JsonScan."""
+        """Go on for about as many bytes; return GOES_ON, or how the pass has ended."""
         self._stop += max(bytes_max, 1)
         if self._how == GOES_ON:
             try:
@@ -164,7 +157,7 @@ class PlainScan:
         return self._how
 
     def places(self, number: int, /) -> Sequence[ValuePlace]:
-        """See JsonScan."""
+        """Return the places of the path with this number. Call it after IS_DONE."""
         found: list[ValuePlace] = []
         for place in self._found[number]:
             if place is None:

@@ -17,7 +17,7 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from failover.metadata.metastore import (
@@ -37,6 +37,7 @@ from failover.metadata.store_codec import (
     encode_image,
     encode_request,
 )
+from vbucket.model.ids import Draws
 
 HISTORY_BYTES_MAX: Final = 8 << 20
 """How much history is kept for watches that resume: hours of a cluster that changes much. A watch
@@ -54,12 +55,15 @@ class ReplayError(Exception):
     """A record does not fit the records before it; the text says how."""
 
 
-class EmbeddedCore:
-    """See the module. `new_lease_id` returns random numbers: an id is not used twice."""
+LEASE_ID_BITS: Final = 62
 
-    def __init__(self, store: RevisionStore, now_ns: int, new_lease_id: Callable[[], int]) -> None:
+
+class EmbeddedCore:
+    """See the module. `draws` gives leases random ids: none is used twice."""
+
+    def __init__(self, store: RevisionStore, now_ns: int, draws: Draws) -> None:
         self.store: Final = store
-        self._new_lease_id = new_lease_id
+        self._draws = draws
         self._last_tick_ns = now_ns
         self._deadlines_ns = {
             lease_id: now_ns + ttl_s * _NS_PER_S for lease_id, ttl_s in store.leases().items()
@@ -78,7 +82,7 @@ class EmbeddedCore:
     def with_lease_id(self, request: StoreRequest) -> StoreRequest:
         """Give a new lease its id, so that a replay gives it the same one."""
         if isinstance(request, LeaseGrant) and not request.lease_id:
-            return request._replace(lease_id=self._new_lease_id())
+            return request._replace(lease_id=self._draws.getrandbits(LEASE_ID_BITS))
         return request
 
     def record_of(self, request: StoreRequest) -> bytes:

@@ -71,7 +71,6 @@ TICK_S: Final = 0.1
 FULL_RETRY_S: Final = 1.0
 """Pause before a lease's end or a snapshot is tried again after the disk was full."""
 LOCK_NAME: Final = "lock"
-_LEASE_ID_BITS: Final = 62
 
 
 class EmbeddedStoreError(Exception):
@@ -175,7 +174,7 @@ class EmbeddedServer:
             self._file, store = await loop.run_in_executor(self._thread, self._load)
         except (StoreFileError, ReplayError, OSError) as error:
             raise EmbeddedStoreError(f"metadata store in {self._folder}: {error}") from error
-        self._core = EmbeddedCore(store, self._now_ns(), partial(secrets.randbits, _LEASE_ID_BITS))
+        self._core = EmbeddedCore(store, self._now_ns(), secrets.SystemRandom())
 
     def _load(self) -> tuple[StoreFile, RevisionStore]:
         found = open_file(self._disk)

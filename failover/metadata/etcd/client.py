@@ -66,8 +66,8 @@ from failover.metadata.metastore import (
     StoreUnavailable,
     TxnResult,
     WatchMessage,
+    request_refusal,
 )
-from failover.metadata.request_checks import request_refusal
 
 ETCD_DEADLINE_S: Final = 0.8
 """Below ANSWER_NS_MAX of the cores, which would else ask again while this client still waits."""

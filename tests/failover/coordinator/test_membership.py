@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,14 +82,21 @@ class Process:
     def __init__(
         self, cluster: Cluster, facts: ProcessFacts, incarnation: int, member: str
     ) -> None:
+        self.cluster = cluster
         session = ClusterSession(ROOT, member, incarnation, CoordinatorSettings())
         session.membership.introduce(facts)
         self.membership: Membership = session.membership
         self.session = session
         self.notices: list[str] = []
         self.client = LossyStore(cluster.store)
-        self.driver = StoreDriver(session, self.client, lambda: cluster.now_ns, self.take)
+        self.driver = StoreDriver(session, self.client, self)
         self.runs = True
+
+    def now_ns(self) -> int:
+        return self.cluster.now_ns
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        step()
 
     def take(self, effect: object) -> None:
         if isinstance(effect, Notice):

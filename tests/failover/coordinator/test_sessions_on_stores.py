@@ -35,11 +35,17 @@ class SessionNode:
         self.client = harness.client(deadline_s=0.8)
         self.suspects = frozenset()
         self.session = ClusterSession(ROOT, member, 1, CoordinatorSettings(prefers_first=False))
-        self.driver = StoreDriver(self.session, self.client, self.now_ns, lambda effect: None)
+        self.driver = StoreDriver(self.session, self.client, self)
         self.task = harness.loop.create_task(self._run())
 
     def now_ns(self):
         return round(self.harness.loop.time() * 1e9)
+
+    def guarded(self, step):
+        step()
+
+    def take(self, effect):
+        pass
 
     async def _run(self):
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -69,7 +71,7 @@ def seen(store):
 @settings(max_examples=300)
 @given(st.lists(REQUESTS, max_size=25))
 def test_what_will_change_is_known_and_replays_to_the_same_store(requests):
-    core = EmbeddedCore(RevisionStore(), 0, iter(range(100, 200)).__next__)
+    core = EmbeddedCore(RevisionStore(), 0, Random(1))
     snapshot, records = encode_image(core.store.image()), []
     for request in requests:
         before = seen(core.store)
@@ -90,7 +92,7 @@ def test_what_will_change_is_known_and_replays_to_the_same_store(requests):
 
 
 def test_a_snapshot_drops_history_that_is_too_long(monkeypatch):
-    core = EmbeddedCore(RevisionStore(), 0, lambda: 1)
+    core = EmbeddedCore(RevisionStore(), 0, Random(1))
     for number in range(10):
         core.carry_out(0, Txn(then=(Put(b"k", b"%d" % number),)))
     monkeypatch.setattr("failover.metadata.embedded.core.HISTORY_BYTES_MAX", 6)
@@ -104,7 +106,7 @@ def test_a_snapshot_drops_history_that_is_too_long(monkeypatch):
 
 def test_a_record_that_does_not_follow_is_refused():
     store = RevisionStore()
-    core = EmbeddedCore(store, 0, lambda: 1)
+    core = EmbeddedCore(store, 0, Random(1))
     snapshot = encode_image(store.image())
     request = Txn(then=(Put(b"k", b"v"),))
     core.carry_out(0, request)

@@ -30,7 +30,7 @@ from vbucket.log.record import LogDamagedError, groups_after, scan_segment, spli
 from vbucket.log.recovery import Recovery, TornTail, recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, Draws, draw_vb_uuid
 from vbucket.store.environment import KvEnv
 from vbucket.store.records import (
     STORE_FORMAT_VERSION,
@@ -138,7 +138,7 @@ def recover_node(
     *,
     num_vbuckets: int | None,
     durability: str,
-    draw_uuid: Callable[[], int],
+    draws: Draws,
     draw_node_id: Callable[[], str],
     memtable_bytes_max: int,
     item_cache_bytes: int = 0,
@@ -156,7 +156,7 @@ def recover_node(
         device,
         num_vbuckets=num_vbuckets,
         durability=durability,
-        draw_uuid=draw_uuid,
+        draws=draws,
         draw_node_id=draw_node_id,
     )
     if num_vbuckets not in {None, node.partitions}:
@@ -165,7 +165,7 @@ def recover_node(
     clean_end = store.clean_end() if node.clean_shutdown else None
     kept, lost_kept = _read_kept(store, device, keep_copies)
     engine = Engine(
-        store, draw_uuid, node.partitions, memtable_bytes_max, item_cache_bytes=item_cache_bytes
+        store, draws, node.partitions, memtable_bytes_max, item_cache_bytes=item_cache_bytes
     )
     replay = Replay(engine, store)
     for number, entries in kept:
@@ -209,7 +209,7 @@ def recover_node(
     )
 
 
-def new_partitions(draw_uuid: Callable[[], int], num_vbuckets: int) -> dict[int, PartitionRecord]:
+def new_partitions(draws: Draws, num_vbuckets: int) -> dict[int, PartitionRecord]:
     """Return the records of a new keyspace: every partition is active, at seqno 0."""
     return {
         vb_id: PartitionRecord(
@@ -220,7 +220,7 @@ def new_partitions(draw_uuid: Callable[[], int], num_vbuckets: int) -> dict[int,
             max_cas=0,
             item_count=0,
             epoch=0,
-            failover=FailoverLog.create(draw_uuid()).to_document(),
+            failover=FailoverLog.create(draw_vb_uuid(draws)).to_document(),
         )
         for vb_id in range(num_vbuckets)
     }
@@ -232,7 +232,7 @@ def _opened_store(
     *,
     num_vbuckets: int | None,
     durability: str,
-    draw_uuid: Callable[[], int],
+    draws: Draws,
     draw_node_id: Callable[[], str],
 ) -> tuple[Store, NodeRecord]:
     """Open the store. In an empty folder, begin the log and create the store first."""
@@ -251,7 +251,7 @@ def _opened_store(
         )
     store.close()
     node = _first_node(env, draw_node_id(), durability, num_vbuckets or NUM_VBUCKETS)
-    return Store.create(env, node, new_partitions(draw_uuid, node.partitions)), node
+    return Store.create(env, node, new_partitions(draws, node.partitions)), node
 
 
 def _first_node(env: KvEnv, node_id: str, durability: str, num_vbuckets: int) -> NodeRecord:

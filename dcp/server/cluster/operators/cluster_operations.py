@@ -22,8 +22,11 @@ from dcp.server.cluster.joining.becoming_member import (
 from dcp.server.cluster.joining.enrolment import NewCluster
 from dcp.server.cluster.operators.cluster_changes import ClusterChanges
 from dcp.server.cluster.operators.cluster_figures import cluster_page
-from dcp.server.cluster.operators.cluster_status import cluster_report
-from dcp.server.cluster.operators.explain_partition import explain_partition, partition_report
+from dcp.server.cluster.operators.cluster_status import (
+    cluster_report,
+    explain_partition,
+    partition_report,
+)
 from dcp.server.cluster.operators.meta_desk import MetaDesk
 from dcp.server.cluster.operators.secret_change import change_secrets
 from dcp.server.cluster.receipt_files import receipts_in

@@ -1,5 +1,5 @@
 """The status of a cluster as one node sees it: a report for operators, with one problem for each
-trouble, and what to try.
+trouble, and what to try. `explain_partition` is the same for one partition.
 
 It is made from this node's view of the metadata store, which may be old, and from what it does as a
 master. Nothing is asked and nothing is changed.
@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.server.access.link_tls import LinkTrouble
@@ -19,13 +20,18 @@ from dcp.server.cluster.own_records import CLOCK_ADVICE
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
+    CopyReport,
+    ExplainedPartition,
     FollowerReport,
+    HeldCopy,
     NodeFigures,
     NodeReport,
+    PartitionReport,
     ProblemReport,
     StoreReport,
     UnwritableReport,
 )
+from dcp.server.operate.reports import KnownVersion
 from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.seen_records import (
     META_RESTORE,
@@ -37,12 +43,14 @@ from failover.coordinator.seen_records import (
 from failover.coordinator.view import ClusterView
 from failover.replication.serving import Unwritable
 from failover.rules.election import SuspectReport
+from failover.rules.explain import eligibility
 from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.ids import id_ranges
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
+    from vbucket.engine.partition import Partition
 
 
 CUT_AGE_S_MAX: Final = 5.0
@@ -432,3 +440,60 @@ def _orphan_words(
     if why:
         return _Reason(f"{who}; {why}", advice)
     return _Reason(f"{who}; another one is elected", "Wait a few seconds")
+
+
+# -- one partition: its record, who may become its master, and this node's copy --------------------
+
+
+def partition_report(view: ClusterView, vb_id: int, record: ReplicationRecord) -> PartitionReport:
+    """Return a partition's record with the names of nodes."""
+    name = partial(name_of, view)
+    return PartitionReport(
+        vb=vb_id, epoch=record.epoch, unclean_epoch=record.unclean_epoch,
+        master=None if record.master is None else name(record.master),
+        wanted_master=None if record.wanted_master is None else name(record.wanted_master),
+        copies=[name(member) for member in record.copies],
+        in_sync=sorted(name(member) for member in record.isr),
+        filling=sorted(name(member) for member in record.filling),
+    )  # fmt: skip
+
+
+def explain_partition(replicated: ReplicatedNode, vb_id: int) -> ExplainedPartition:
+    """Return what this node knows of a partition that has a record."""
+    view = replicated.session.view
+    record = view.partitions[vb_id].content.record
+    setting = None if view.cluster is None else view.cluster.content.min_in_sync
+    copies = []
+    for member in record.copies:
+        runs = member in view.alive
+        told = eligibility(record, member, runs=runs)
+        copies.append(
+            CopyReport(
+                node=name_of(view, member), runs=runs, in_sync=member in record.isr,
+                may_become_master=told.may_become_master, why=told.why,
+            )
+        )  # fmt: skip
+    trouble, advice = why_unwritable(replicated, vb_id)
+    own = replicated.core.partitions[vb_id] if replicated.member in record.copies else None
+    return ExplainedPartition(
+        node=replicated.identity.name,
+        record=partition_report(view, vb_id, record),
+        min_in_sync=min_in_sync_of(setting, record.counted_copies),
+        copies=copies,
+        held=None if own is None else _held(own),
+        trouble=trouble,
+        try_=advice,
+    )
+
+
+def _held(part: Partition) -> HeldCopy:
+    window = part.incomplete_snapshot
+    return HeldCopy(
+        state=part.state.name.lower(),
+        leader_epoch=part.leader_epoch,
+        high_seqno=part.high_seqno,
+        persisted_seqno=part.synced_seqno,
+        committed_seqno=part.committed_seqno,
+        snapshot_upto=None if window is None else window.end,
+        failover_log=[KnownVersion.of(version) for version in part.failover.entries],
+    )
