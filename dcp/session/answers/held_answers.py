@@ -51,8 +51,6 @@ from vbucket.model.entry import vb_id_of
 COMMIT_TIMEOUT_NS: Final = 10_000_000_000
 """Default of `commit_timeout`. A slow replica leaves the in-sync set after a tenth of it."""
 
-_NOTHING: Final[dict[int, int]] = {}
-"""What a batch awaits that has observed nothing. It stays empty."""
 _DEPOSED: Final = "this node is no longer master of the partition"
 _OVERDUE: Final = (
     "not committed in time (setting commit_timeout, or the timeout of the durability frame)"
@@ -140,18 +138,15 @@ class HeldAnswers:
 
     def take(self, state: SessionState, read_ns: int) -> bytes:
         """Take a session's answers. Return them if they may leave at once, b"" if they wait."""
-        first = state.first_change
         is_first = not (self.batches or state.marks or state.loads)
         if is_first and state.wait_group <= self._commits.committed_group:
             answers = b"".join(state.answers)  # those of reads, nearly always
             state.answers.clear()
             state.wait_group, state.first_change, state.awaited = 0, -1, {}
             return answers
-        changes = self._keyspace.pending[first:] if first >= 0 else ()
+        changes = self._keyspace.pending[state.first_change :] if state.first_change >= 0 else ()
         marked = self._marked(state, changes, read_ns) if state.marks else None
-        awaited = _NOTHING
-        if state.awaited:  # the session goes on with a dict of its own
-            awaited, state.awaited = state.awaited, {}
+        awaited, state.awaited = state.awaited, {}
         batch = HeldBatch(state.answers, state.wait_group, changes, awaited, read_ns, marked)
         if state.loads:
             batch.wait_for(state.loads, state.answers)
