@@ -243,6 +243,7 @@ class LmdbWrite:
         """See KvWrite. Keys above all others are appended, without a search for each."""
         if not items:
             return
+        assert table not in self._kept, "rows that are kept are put one by one"
         is_above = items[0][0] > self._end_of(table)
         self._check_before_write(table, [key for key, _ in (items[:1] if is_above else items)])
         cursor = self._cursors.get(table)
