@@ -25,14 +25,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import sub
 from struct import Struct, pack, unpack, unpack_from
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES, MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, PUT_FRAMES_MAX, U32, U64
 from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at, problem_of
-from vbucket.engine.partition import Partition
-from vbucket.engine.versions import MUTATION, Versions
 from vbucket.model.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
@@ -44,6 +42,10 @@ from vbucket.model.entry import (
     PREFIX_BYTES,
 )
 from vbucket.model.manifest import decode_leb128
+
+if TYPE_CHECKING:  # the store process takes frames from here, and no engine
+    from vbucket.engine.partition import Partition
+    from vbucket.engine.versions import Versions
 
 REV_SEQNO_MAX: Final = 2**48 - 1
 """The highest revision, as in kv_engine: a change of a document that has it does not raise it."""
@@ -518,7 +520,7 @@ def winners(
         known[key] = (opcode, cas, seqno, rev_seqno)
         indexes.append(index)
         prev_seqnos.append(prev_seqno)
-        live.append(old_opcode == MUTATION)
+        live.append(old_opcode == _MUTATION)
     return indexes, prev_seqnos, live, replaced
 
 
