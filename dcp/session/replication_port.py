@@ -45,7 +45,7 @@ class FeedAnswer(NamedTuple):
 
 
 class ReplicaSender(Protocol):
-    """The feed of one replica's node. What pumps into a connection is as a `Producer` has it."""
+    """The feed of one replica's node. It pumps messages into a connection, as a `Producer` does."""
 
     is_superseded: bool
     damages: list[tuple[int, str]]

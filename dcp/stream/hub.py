@@ -68,7 +68,7 @@ class StreamHub:
         self.group_leases = GroupLeases()
         self.limits = StreamLimits()  # a producer looks there when it opens a stream
         self.remote = RemoteReaders()
-        self.purged_past = 0  # streams that ended because they missed a purge
+        self.purged_past = self.too_slow = 0  # streams that ended: for a purge, for standing still
 
     @property
     def connection_count(self) -> int:
@@ -111,6 +111,7 @@ class StreamHub:
 
     def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream of any connection."""
+        self.too_slow += reason == EndReason.TOO_SLOW
         for follower in tuple(self._followers.get(stream.vb_id, ())):
             if stream in follower.reading(stream.vb_id):
                 follower.end(stream, reason)
@@ -119,9 +120,7 @@ class StreamHub:
     def committed(self, vb_ids: Iterable[int]) -> None:
         """Wake the followers of these partitions."""
         followers = self._followers
-        if not followers:
-            return
-        for vb_id in vb_ids:
+        for vb_id in vb_ids if followers else ():
             for follower in followers.get(vb_id, ()):
                 follower.wake(vb_id)
 

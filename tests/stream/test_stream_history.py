@@ -248,7 +248,7 @@ def test_end_4_too_slow_for_who_stands_while_compaction_waits(
     (warning,) = warnings
     assert "'seqno': 14" in warning
     assert shape(standing.drain())[-1] == EndReason.TOO_SLOW
-    assert meter.streams_too_slow == 1
+    assert node.hub.too_slow == 1
     assert EndReason.TOO_SLOW not in shape(moving.drain())
     asyncio.run(work._raise([step]))
     assert node.engine.partitions[VB].history_floor == 32

@@ -22,8 +22,8 @@ from dcp.server.config.settings import Settings
 from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
 
 TICKED_AT_ONCE: Final = 1_000
-"""Of more connections only a part has its turn in a tick, a quarter at least: nobody waits for them
-all.
+"""If there are more connections, each tick is the turn of some of them, a quarter at least: the
+loop does not stand still for all of them. Their deadlines may be noticed a second late.
 """
 
 
@@ -196,7 +196,7 @@ class Connections:
             connection.tell_map()
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass, for each connection in one of four ticks at least; monotonic ns."""
+        """Let time pass; monotonic nanoseconds. Each connection has a turn within four ticks."""
         if not self._to_tick:
             self._to_tick = list(self.open)
         count = max(TICKED_AT_ONCE, -(-len(self.open) // 4))

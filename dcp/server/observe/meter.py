@@ -214,8 +214,6 @@ class Meter:
         self.dropped_versions = 0
         """Versions dropped by compaction, tombstones included."""
         self.dropped_tombstones = 0
-        self.streams_too_slow = 0
-        """Streams that ended because compaction waited for them."""
         self.refusals: Counter[str] = Counter()
         """By status name."""
         self.admin_refusals: Counter[str] = Counter()

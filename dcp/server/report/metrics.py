@@ -401,7 +401,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_streams_too_slow_total", "counter", "", (),
         "Streams that ended with reason 4: they made no progress while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
-        one(lambda of: of.meter.streams_too_slow),
+        one(lambda of: of.hub.too_slow),
     ),
     MetricSpec(
         "dcpd_streams_purged_past_total", "counter", "", (),

@@ -224,7 +224,6 @@ class Compaction:
             if stream.vb_id not in self._floors.held or stream.next_seqno != seqno:
                 del self._standing[stream]  # it moved, or nothing waits for it any more
             elif now_s - since_s >= PIN_LIMIT_S:
-                self._meter.streams_too_slow += 1
                 if isinstance(stream, RemoteReader):
                     stream.is_left_behind, what = True, "a copy's stream is not waited for"
                 else:

@@ -112,6 +112,7 @@ def test_a_reader_that_stands_still_is_not_waited_for_ever() -> None:
     pair.replica.tick()
     ends = [frame for frame in reader.drain() if frame.opcode == Opcode.DCP_STREAM_END]
     assert [int.from_bytes(end.extras, "big") for end in ends] == [EndReason.TOO_SLOW]
+    assert pair.replica.node.hub.too_slow == 1
     pair.replica.tick()
     assert pair.replica.part.purge_seqno == PURGE
 

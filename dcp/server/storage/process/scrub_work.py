@@ -66,7 +66,7 @@ class ScrubWork:
     def __init__(self, data_path: Path, kept: KeptRows | None = None) -> None:
         """`kept`: rows of tables as of the last commit."""
         self._data_path = data_path
-        self._kept = kept or {}
+        self._kept = {} if kept is None else kept
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
         self._met: list[Damage] = []
