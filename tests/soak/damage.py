@@ -18,11 +18,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from clients.testing.cluster import DcpCluster
 from clients.testing.process import ServerRefusedError, ServerStartError
 from support.lmdb_layout import PAGE_BYTES, layout_of
+from tests.soak import mend
 
 PARTITIONS: Final = 64
 KEYS: Final = 3_000
@@ -60,57 +60,28 @@ def value_of(key: int, version: int) -> bytes:
     return random.Random(key * 1_000_003 + version).randbytes(300 + 700 * (key % 3))
 
 
-class Load:
+class Load(mend.Load):
     """Reads and writes of one client. A key that is refused is asked for until it is answered."""
 
     def __init__(self, kv: KvClient, seed: int) -> None:
-        self._kv = kv
-        self._draw = random.Random(seed)
-        self.versions = dict.fromkeys(range(KEYS), 0)
-        self.unsure: set[int] = set()
-        self.answers = self.wrong = self.refused = 0
+        super().__init__(kv, seed, KEYS, value_of)
         self.longest_s = 0.0
         """For how long a key was refused, since that was looked at last."""
 
-    async def run(self) -> None:
-        """Read and write until cancelled."""
-        while True:
-            await self.read(self._draw.randrange(KEYS))
-            if self._draw.random() < 0.2:
-                await self.write(self._draw.randrange(KEYS))
-            await asyncio.sleep(0.002)
-
     async def write(self, key: int) -> None:
         """Write the next version of a key; a refusal is taken."""
-        version = self.versions[key] + 1
-        self.unsure.add(key)
         began_s = time.monotonic()
-        try:
-            await self._kv.set(b"key %d" % key, value_of(key, version))
-        except DcpdError:
-            self.refused += 1
-            return
-        finally:
-            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
-        self.versions[key] = version
-        self.unsure.discard(key)
+        await super().write(key)
+        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
 
-    async def read(self, key: int) -> None:
+    async def read(self, key: int) -> bool:
         """Read a key until it is answered, and compare."""
         began_s = time.monotonic()
-        while True:
-            expected, unsure = self.versions[key], key in self.unsure
-            try:
-                value = (await self._kv.get(b"key %d" % key)).value
-                break
-            except DcpdError:
-                self.refused += 1
+        while not await super().read(key):
             self.longest_s = max(self.longest_s, time.monotonic() - began_s)
             await asyncio.sleep(0.05)
         self.longest_s = max(self.longest_s, time.monotonic() - began_s)
-        self.answers += 1
-        may_be = {expected, expected + 1} if unsure or key in self.unsure else {expected}
-        self.wrong += value not in {value_of(key, version) for version in may_be}
+        return True
 
 
 class Damager:
@@ -323,7 +294,7 @@ class Soak:
         lines.append(f"{'all':<39} " + " ".join(f"{totals[each]:>11}" for each in RESULTS))
         load = self._load
         lines.append(
-            f"{load.answers:,} reads: {load.refused} refused meanwhile, {load.wrong} wrong; "
+            f"{load.reads:,} reads: {load.refused} refused meanwhile, {load.wrong} wrong; "
             f"repaired within {self.slowest_s:.1f} s"
         )
         return "\n".join(lines)

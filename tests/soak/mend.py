@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -100,10 +101,18 @@ def value_of(key: int, version: int) -> bytes:
 class Load:
     """Writes and reads of one client, and what each key holds."""
 
-    def __init__(self, kv: KvClient, seed: int) -> None:
+    def __init__(
+        self,
+        kv: KvClient,
+        seed: int,
+        keys: int = KEYS,
+        values: Callable[[int, int], bytes] = value_of,
+    ) -> None:
+        """`values` makes the value of a key's version."""
         self._kv = kv
         self._draw = random.Random(seed)
-        self.versions: dict[int, int] = {}
+        self._values = values
+        self.versions = dict.fromkeys(range(keys), 0)
         self.unsure: set[int] = set()
         """Keys whose last write was refused or not answered."""
         self.reads = self.refused = self.wrong = 0
@@ -111,31 +120,31 @@ class Load:
     async def run(self) -> None:
         """Read and write until cancelled."""
         while True:
-            await self.read(self._draw.randrange(KEYS))
+            await self.read(self._draw.randrange(len(self.versions)))
             if self._draw.random() < 0.2:
-                await self.write(self._draw.randrange(KEYS))
+                await self.write(self._draw.randrange(len(self.versions)))
             await asyncio.sleep(0.002)
 
     async def write(self, key: int) -> None:
         """Write the next version of a key."""
-        version = self.versions.get(key, 0) + 1
+        version = self.versions[key] + 1
         self.unsure.add(key)  # until it is answered, also if the run ends before that
         with suppress(DcpdError):
-            await self._kv.set(b"key %d" % key, value_of(key, version))
+            await self._kv.set(b"key %d" % key, self._values(key, version))
             self.versions[key] = version
             self.unsure.discard(key)
 
     async def read(self, key: int) -> bool:
         """Read a key and compare; return whether it was answered."""
-        expected = self.versions[key]
+        expected, is_unsure = self.versions[key], key in self.unsure
         try:
             value = (await self._kv.get(b"key %d" % key)).value
         except DcpdError:
             self.refused += 1
             return False
         self.reads += 1
-        may_be = {expected, expected + 1} if key in self.unsure else {expected}
-        self.wrong += value not in {value_of(key, version) for version in may_be}
+        may_be = {expected, expected + 1} if is_unsure or key in self.unsure else {expected}
+        self.wrong += value not in {self._values(key, version) for version in may_be}
         return True
 
 
