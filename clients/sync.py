@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -110,8 +112,7 @@ async def _cancel_others() -> None:
 class _Looped(Generic[_Held]):
     """A consumer or mirror that lives on a loop in a thread, between `with` and its end."""
 
-    def __init__(self, make: Callable[[], _Held], thread_name: str) -> None:
-        self._make: Callable[[], _Held] = make
+    def __init__(self, thread_name: str) -> None:
         self._thread_name = thread_name
         self._thread: LoopThread | None = None
         self._made: _Held | None = None
@@ -128,8 +129,12 @@ class _Looped(Generic[_Held]):
         return self
 
     async def _open(self) -> None:
-        self._made = self._make()
+        self._made = self._new()
         await self._made.open()
+
+    @abstractmethod
+    def _new(self) -> _Held:
+        """Return what lives on the loop."""
 
     def __exit__(
         self,
@@ -176,7 +181,11 @@ class SyncConsumer(_Looped[Consumer]):
         options: ConsumerOptions | None = None,
         **given: Unpack[ConsumerArguments],
     ) -> None:
-        super().__init__(lambda: Consumer(server, options, **given), "dcpd-consumer")
+        super().__init__("dcpd-consumer")
+        self._new_consumer = partial(Consumer, server, options, **given)
+
+    def _new(self) -> Consumer:
+        return self._new_consumer()
 
     @property
     def consumer(self) -> Consumer:
@@ -283,13 +292,14 @@ class SyncMirror(_Looped[Mirror]):
         journal_max: int = JOURNAL_MAX,
         **options: Unpack[FollowArguments],
     ) -> None:
-        def mirror() -> Mirror:
-            return Mirror(
-                server, path, collection=collection, key_prefixes=key_prefixes,
-                journal_max=journal_max, **options,
-            )  # fmt: skip
+        super().__init__("dcpd-mirror")
+        self._new_mirror = partial(
+            Mirror, server, path, collection=collection, key_prefixes=key_prefixes,
+            journal_max=journal_max, **options,
+        )  # fmt: skip
 
-        super().__init__(mirror, "dcpd-mirror")
+    def _new(self) -> Mirror:
+        return self._new_mirror()
 
     def caught_up(self, timeout_s: float | None = None) -> None:
         """Return when the mirror has everything that the server had at the time of the call."""

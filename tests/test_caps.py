@@ -87,8 +87,8 @@ FEATURES: Final[dict[str, Feature]] = {
 CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(10, 10),
-    "callbacks passed to constructors": Cap(46, 40),
-    "Protocol classes": Cap(30, 25),
+    "callbacks passed to constructors": Cap(40, 40),
+    "Protocol classes": Cap(28, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
     "files": Cap(470 + sum(each.files for each in FEATURES.values()), 340),

@@ -48,8 +48,8 @@ from failover.coordinator.view import READER, ClusterView, ViewReader
 from failover.metadata.metastore import (
     MetaStore,
     StoreResult,
+    StoreWatch,
     WatchBatch,
-    WatchHandle,
     WatchMessage,
 )
 
@@ -196,7 +196,7 @@ class StoreDriver:
         self.session = session
         self._store = store
         self._shell = shell
-        self._watches: dict[Tag, WatchHandle] = {}
+        self._watches: dict[Tag, StoreWatch] = {}
         self._is_closed = False
         self._ticked_ns = shell.now_ns()
         self._has_waited = False

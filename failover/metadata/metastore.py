@@ -270,12 +270,28 @@ class Lost(NamedTuple):
 WatchMessage: TypeAlias = WatchBatch | Compacted | Lost
 
 
-class WatchHandle(Protocol):
-    """A running watch."""
+class StoreWatch:
+    """A running watch, and where it goes on. Clients of a store extend it."""
+
+    def __init__(
+        self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
+    ) -> None:
+        assert from_revision >= 1, "a watch names its first revision"
+        self.prefix: Final = prefix
+        self.next_revision = from_revision
+        """Behind the last batch that the store sent."""
+        self.is_over = False
+        self._deliver = deliver
 
     def cancel(self) -> None:
         """End the watch: `deliver` is not called again."""
-        ...
+        self.is_over = True
+
+    def hand_over(self, message: WatchMessage) -> None:
+        """Deliver a message, unless the watch was cancelled meanwhile."""
+        if not self.is_over:
+            self.is_over = not isinstance(message, WatchBatch)
+            self._deliver(message)
 
 
 class MetaStore(Protocol):
@@ -294,7 +310,7 @@ class MetaStore(Protocol):
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> WatchHandle:
+    ) -> StoreWatch:
         """Deliver all changes of a prefix from `from_revision` on (at least 1)."""
         ...
 
@@ -318,37 +334,6 @@ def if_unchanged(key: bytes, mod_revision: int) -> Compare:
 def if_created_at(key: bytes, create_revision: int) -> Compare:
     """Return the compare that holds if a key is still the one created at this revision."""
     return Compare(key, CompareTarget.CREATE_REVISION, create_revision)
-
-
-class ResumedWatch:
-    """A caller's watch, and where it goes on."""
-
-    def __init__(
-        self,
-        prefix: bytes,
-        from_revision: int,
-        deliver: Callable[[WatchMessage], None],
-        on_cancel: Callable[[], None],
-    ) -> None:
-        assert from_revision >= 1, "a watch names its first revision"
-        self.prefix: Final = prefix
-        self.next_revision = from_revision
-        """Behind the last batch that the store sent."""
-        self.is_over = False
-        self._deliver = deliver
-        self._on_cancel = on_cancel
-
-    def cancel(self) -> None:
-        """End the watch: `deliver` is not called again."""
-        if not self.is_over:
-            self.is_over = True
-            self._on_cancel()
-
-    def hand_over(self, message: WatchMessage) -> None:
-        """Deliver a message, unless the watch was cancelled meanwhile."""
-        if not self.is_over:
-            self.is_over = not isinstance(message, WatchBatch)
-            self._deliver(message)
 
 
 # ---- What a store refuses, whatever it holds: sizes, counts, empty keys, bad times

@@ -6,9 +6,12 @@ now (1 = the next one) and fires once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from vbucket.log.device import (
     MARK_SLOTS,
     SEGMENT_HEADER,
+    LogDevice,
     LogFullError,
     LogWriteError,
     SyncFailedError,
@@ -22,6 +25,22 @@ _SALT_STEP = 0x9E37_79B9_7F4A_7C15
 _SALT_TOP = 1 << 63
 """The top bit of every salt, so that no record begins with a zero byte. Then whatever a crash keeps
 of a record is visible."""
+
+
+class SegmentsOf(Mapping[int, bytes]):
+    """The segments of a device, each read when it is asked for."""
+
+    def __init__(self, device: LogDevice) -> None:
+        self._device = device
+
+    def __getitem__(self, segment: int) -> bytes:
+        return self._device.read(segment)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._device.segments())
+
+    def __len__(self) -> int:
+        return len(self._device.segments())
 
 
 class MemoryLogDevice:

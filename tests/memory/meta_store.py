@@ -18,45 +18,26 @@ from failover.metadata.metastore import (
     Compacted,
     StoreRequest,
     StoreResult,
+    StoreWatch,
     WatchMessage,
 )
 from failover.metadata.revision_store import RevisionStore
 
 
-class MemoryWatch:
-    """One watch and the next revision that it has to deliver."""
-
-    def __init__(
-        self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> None:
-        assert from_revision >= 1, "a watch names its first revision"
-        self._prefix = prefix
-        self._next_revision = from_revision
-        self._deliver = deliver
-        self.is_over = False
-
-    def cancel(self) -> None:
-        """End the watch."""
-        self.is_over = True
-
-    def end(self, message: WatchMessage) -> None:
-        """Deliver a last message, unless the watch has ended."""
-        if not self.is_over:
-            self.is_over = True
-            self._deliver(message)
+class MemoryWatch(StoreWatch):
+    """A watch that reads the store itself."""
 
     def catch_up(self, store: RevisionStore) -> bool:
         """Deliver what the store has for this watch; return whether there was something."""
-        if self.is_over or self._next_revision > store.revision:
+        if self.is_over or self.next_revision > store.revision:
             return False
-        found = store.batches(self._prefix, self._next_revision)
+        found = store.batches(self.prefix, self.next_revision)
         if isinstance(found, Compacted):
-            self.end(found)
+            self.hand_over(found)
             return True
-        self._next_revision = store.revision + 1
+        self.next_revision = store.revision + 1
         for batch in found:
-            if not self.is_over:
-                self._deliver(batch)
+            self.hand_over(batch)
         return bool(found)
 
 

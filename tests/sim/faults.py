@@ -22,6 +22,7 @@ from sim.machine import Machine
 from sim.network import Network
 from sim.plan import Plan
 from sim.world import MS, SECOND, World
+from tests.memory.log_device import SegmentsOf
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.record import written_bytes
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
@@ -494,9 +495,7 @@ def store_rot(faults: Faults) -> Mend | None:
 def findings(machine: Machine, partitions: int) -> list[str]:
     """Return what `verify` finds in a machine's folder, whose process is down."""
     device = machine.open_device()
-    check = StoreCheck(
-        machine.env.snapshot(), device.segments(), device.read, vb_ids=range(partitions)
-    )
+    check = StoreCheck(machine.env.snapshot(), SegmentsOf(device), vb_ids=range(partitions))
     return [finding.line() for finding in check.findings() if not finding.is_harmless]
 
 

@@ -35,6 +35,7 @@ from sim.serving import ServedConnection
 from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
+from tests.memory.log_device import SegmentsOf
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
@@ -488,7 +489,7 @@ class SingleNode:
 
     def _findings(self) -> Iterator[str]:
         check = StoreCheck(
-            self._machine.env.snapshot(), self.device.segments(), self.device.read,
+            self._machine.env.snapshot(), SegmentsOf(self.device),
             vb_ids=range(self._plan.partitions),
         )  # fmt: skip
         for finding in check.findings():

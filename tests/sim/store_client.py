@@ -16,8 +16,8 @@ from failover.metadata.metastore import (
     Put,
     StoreRequest,
     StoreResult,
+    StoreWatch,
     Txn,
-    WatchHandle,
     WatchMessage,
 )
 from failover.metadata.revision_store import RevisionStore
@@ -89,7 +89,7 @@ class StoreClient:
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> WatchHandle:
+    ) -> StoreWatch:
         """See MetaStore."""
         incarnation, inner = self._host.incarnation, self._inner
 

@@ -19,7 +19,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
@@ -283,8 +282,7 @@ def check(folder: Path) -> str:
         log = folder / "log"
         store_check = StoreCheck(
             file,
-            segments_in(log),
-            partial(read_segment, log),
+            {segment: read_segment(log, segment) for segment in segments_in(log)},
             marks=read_mark_slots(log),
             vb_ids=VBS,
         )

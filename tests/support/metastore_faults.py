@@ -118,7 +118,7 @@ class FaultyMetaStore:
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
     ) -> _FaultyWatch:
-        watch = _FaultyWatch(self, MemoryWatch(prefix, from_revision, deliver))
+        watch = _FaultyWatch(self, prefix, from_revision, deliver)
         self._watches.append(watch)
         watch.poll_later()
         return watch
@@ -128,7 +128,7 @@ class FaultyMetaStore:
     def lose_watches(self) -> None:
         """End all watches as Lost, as a broken connection does."""
         for watch in self._watches:
-            watch.inner.end(Lost("the connection to the store broke"))
+            watch.hand_over(Lost("the connection to the store broke"))
         self._watches = []
 
     def compact(self) -> None:
@@ -151,10 +151,10 @@ class FaultyMetaStore:
         if self.is_cut:
             watch.cancel()
         elif self.faults.absence is Absence.HERE:
-            watch.inner.catch_up(self.store)
-        elif not watch.inner.is_over:
+            watch.catch_up(self.store)
+        elif not watch.is_over:
             self._schedule(ABSENT_NS, lambda: self.reach(watch))
-        if watch.inner.is_over:
+        if watch.is_over:
             self._watches = [other for other in self._watches if other is not watch]
 
     def _wake(self) -> None:
@@ -187,16 +187,19 @@ class _Pending:
         self.end(OutcomeUnknown("no answer from the store within the deadline"))
 
 
-class _FaultyWatch:
+class _FaultyWatch(MemoryWatch):
     """A watch that asks the store a delay after each change."""
 
-    def __init__(self, client: FaultyMetaStore, inner: MemoryWatch) -> None:
+    def __init__(
+        self,
+        client: FaultyMetaStore,
+        prefix: bytes,
+        from_revision: int,
+        deliver: Callable[[WatchMessage], None],
+    ) -> None:
+        super().__init__(prefix, from_revision, deliver)
         self._client = client
-        self.inner = inner
         self._is_scheduled = False
-
-    def cancel(self) -> None:
-        self.inner.cancel()
 
     def poll_later(self) -> None:
         if not self._is_scheduled:

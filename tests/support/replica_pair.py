@@ -47,6 +47,7 @@ from failover.replication.messages import (
 )
 from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
+from memory.log_device import SegmentsOf
 from support.credentials import OpenDoor
 from support.memory_node import MemoryNode, Peer
 from vbucket.check.store_check import StoreCheck
@@ -155,7 +156,7 @@ class Member:
         """Return what the offline check finds in store and log."""
         node = self.node
         check = StoreCheck(
-            node.env.snapshot(), node.device.segments(), node.device.read,
+            node.env.snapshot(), SegmentsOf(node.device),
             vb_ids=range(node.partitions),
         )  # fmt: skip
         return [found.line() for found in check.findings() if not found.is_harmless]

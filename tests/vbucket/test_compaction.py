@@ -352,7 +352,7 @@ def test_blocks_stay_chained_and_near_their_size(node: MemoryNode) -> None:
     assert len(blocks) <= 2 + 450 * 400 // BODY_BYTES_TARGET
     findings = PartitionCheck(
         node.env.snapshot(), VB, node.store.partition(VB), node.store.manifest()
-    ).findings()
+    ).steps()
     assert list(findings) == []
 
 
@@ -510,4 +510,4 @@ def test_a_block_learns_that_the_one_before_ends_earlier(node: MemoryNode, step_
     record = node.store.partition(VB)
     assert record is not None
     check = PartitionCheck(node.env.snapshot(), VB, record, node.store.manifest())
-    assert list(check.findings()) == []
+    assert list(check.steps()) == []

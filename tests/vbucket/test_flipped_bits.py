@@ -14,7 +14,7 @@ import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from memory.kv_env import MemoryEnv
-from memory.log_device import MemoryLogDevice
+from memory.log_device import MemoryLogDevice, SegmentsOf
 from tests.soak import flip
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import StoreCheck
@@ -68,8 +68,7 @@ class SomeLog:
 
     def findings(self, bytes_of: dict[int, bytes], marks: list[bytes]) -> list[str]:
         check = LogCheck(
-            sorted(bytes_of),
-            bytes_of.__getitem__,
+            bytes_of,
             known=KnownEnds(merged_segment=0, mark=read_marks(marks)),
             high_seqnos={VBS[0]: 0},
         )
@@ -146,7 +145,7 @@ def merged() -> tuple[MemoryEnv, dict[int, ModelPartition]]:
 def check(env: MemoryEnv) -> list[str]:
     segment = SegmentWriter()
     segment.device.rotate()
-    found = StoreCheck(env.snapshot(), [2], segment.device.read, vb_ids=VBS).findings()
+    found = StoreCheck(env.snapshot(), SegmentsOf(segment.device), vb_ids=VBS).findings()
     return [finding.kind for finding in found if not finding.is_harmless]
 
 

@@ -199,7 +199,7 @@ def test_the_offline_check_counts_them() -> None:
 
     def found() -> list[tuple[str, str]]:
         check = PartitionCheck(node.env.snapshot(), 0, record, INITIAL_MANIFEST)
-        return [(finding.kind, finding.what) for finding in check.findings()]
+        return [(finding.kind, finding.what) for finding in check.steps() if finding]
 
     assert found() == []
     with node.env.write() as write:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from memory.log_device import MemoryLogDevice
+from memory.log_device import MemoryLogDevice, SegmentsOf
 from vbucket.check.finding import Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.log.device import SEGMENT_HEADER_BYTES
@@ -46,7 +46,7 @@ class Log:
 
     def findings(self, known: KnownEnds, *, is_synced: bool = True) -> list[Finding]:
         check = LogCheck(
-            self.device.segments(), self.device.read, known=known, high_seqnos={VB: 0},
+            SegmentsOf(self.device), known=known, high_seqnos={VB: 0},
             is_synced_per_group=is_synced,
         )  # fmt: skip
         return list(check.findings())

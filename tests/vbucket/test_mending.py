@@ -239,7 +239,7 @@ def check(node: MemoryNode) -> list[Kind]:
         node.store.manifest(),
         cas_max=cas_max(node) + CAS_AHEAD_NS,
     )
-    return [finding.kind for finding in found.findings()]
+    return [finding.kind for finding in found.steps() if finding]
 
 
 def test_a_check_names_it_before_and_nothing_after(node: MemoryNode) -> None:

@@ -11,7 +11,7 @@ import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from memory.kv_env import MemoryEnv
-from memory.log_device import MemoryLogDevice
+from memory.log_device import MemoryLogDevice, SegmentsOf
 from support.memory_node import MemoryNode
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.engine import SET, StoredDocument
@@ -78,8 +78,7 @@ class Disk:
     def findings(self) -> list[str]:
         check = StoreCheck(
             self.env.snapshot(),
-            self.device.segments(),
-            self.device.read,
+            SegmentsOf(self.device),
             vb_ids=range(PARTITIONS),
         )
         return [str(finding) for finding in check.findings() if not finding.is_harmless]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from memory.kv_env import MemoryEnv
+from memory.log_device import SegmentsOf
 from support.memory_node import MemoryNode
 from vbucket.check.finding import ADVICE, HARMLESS, Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
@@ -53,7 +54,7 @@ class Case:
     def check(self, slice_keys: int = 1000) -> list[Finding]:
         device = self.writer.device
         check = StoreCheck(
-            self.env.snapshot(), device.segments(), device.read, vb_ids=[VB], slice_keys=slice_keys
+            self.env.snapshot(), SegmentsOf(device), vb_ids=[VB], slice_keys=slice_keys
         )
         return list(check.findings())
 
@@ -209,7 +210,7 @@ def test_a_torn_tail_and_a_merged_segment_are_harmless() -> None:
     writer.add(*(version.entry for version in case.model.versions))
     writer.seal()
     writer.device.append(b"\xdc\x9d\x10\x6e and then the power went")
-    check = StoreCheck(case.env.snapshot(), [1, 2], writer.device.read, vb_ids=[VB])
+    check = StoreCheck(case.env.snapshot(), SegmentsOf(writer.device), vb_ids=[VB])
     found = list(check.findings())
     assert {finding.kind for finding in found} == {Kind.TORN_TAIL, Kind.LEFTOVER} <= HARMLESS
     assert all(finding.is_harmless for finding in found)
@@ -219,7 +220,7 @@ def test_zeros_ahead_of_the_logs_end_are_nothing() -> None:
     case = Case()
     data = case.writer.device.read(2).ljust(4096, b"\0")
     known = KnownEnds(merged_segment=1)
-    log = LogCheck([2], lambda _: data, known=known, high_seqnos={VB: 40})
+    log = LogCheck({2: data}, known=known, high_seqnos={VB: 40})
     assert list(log.findings()) == []
 
 
@@ -333,7 +334,7 @@ def test_whatever_a_server_does_is_found_whole(
         node.commit()
     device = node.device
     check = StoreCheck(
-        node.env.snapshot(), device.segments(), device.read, vb_ids=[vb_id], slice_keys=slice_keys
+        node.env.snapshot(), SegmentsOf(device), vb_ids=[vb_id], slice_keys=slice_keys
     )
     assert [finding for finding in check.findings() if finding.kind != Kind.STRAY] == []
 
@@ -346,7 +347,7 @@ def test_a_file_is_checked_without_being_touched(tmp_path: Path) -> None:
     before = {path: (path.read_bytes(), path.stat()) for path in tmp_path.iterdir()}
     device = case.writer.device
     file = LmdbPageReader(tmp_path, TABLES)
-    check = StoreCheck(file, device.segments(), device.read, vb_ids=[VB])
+    check = StoreCheck(file, SegmentsOf(device), vb_ids=[VB])
     assert list(check.findings()) == []
     file.close()
     after = {path: (path.read_bytes(), path.stat()) for path in tmp_path.iterdir()}

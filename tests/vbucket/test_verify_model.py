@@ -7,6 +7,7 @@ from hypothesis.stateful import invariant
 from test_compaction import CompactionMachine
 from test_merge import VB_IDS
 
+from memory.log_device import SegmentsOf
 from vbucket.check.store_check import StoreCheck
 
 
@@ -16,9 +17,7 @@ class CheckedMachine(CompactionMachine):
     @invariant()
     def the_check_finds_nothing(self) -> None:
         device = self.writer.device
-        check = StoreCheck(
-            self.env.snapshot(), device.segments(), device.read, vb_ids=VB_IDS, slice_keys=4
-        )
+        check = StoreCheck(self.env.snapshot(), SegmentsOf(device), vb_ids=VB_IDS, slice_keys=4)
         assert [found for found in check.findings() if not found.is_harmless] == []
 
 

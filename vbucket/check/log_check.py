@@ -6,7 +6,7 @@ records, the same as for a start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from vbucket.check.finding import Finding, Kind
@@ -50,7 +50,7 @@ class KnownEnds(NamedTuple):
 
 
 class LogCheck:
-    """One check of a log.
+    """One check of a log. `segments` is read as in `vbucket.check.store_check.StoreCheck`.
 
     `high_seqnos` (vb -> seqno, None: unknown) begins with the store's; `findings` advances it to
     the log's end. So do the leader `epochs`. `rolled_back_to` (vb -> seqno) is the lowest seqno to
@@ -59,8 +59,7 @@ class LogCheck:
 
     def __init__(
         self,
-        segments: list[int],
-        read: Callable[[int], bytes],
+        segments: Mapping[int, bytes],
         *,
         known: KnownEnds,
         high_seqnos: dict[int, int] | None,
@@ -68,7 +67,6 @@ class LogCheck:
         is_synced_per_group: bool = True,
     ) -> None:
         self._segments = segments
-        self._read = read
         self._known = known
         self._end = known.merged_end or NO_RECORD
         self._is_end_known = self._end.group > 0
@@ -93,7 +91,11 @@ class LogCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is wrong, segment by segment."""
-        segments, merged, kept = self._segments, self._known.merged_segment, self._known.kept
+        segments, merged, kept = (
+            sorted(self._segments),
+            self._known.merged_segment,
+            self._known.kept,
+        )
         wanted = segments[0] if segments and merged is None else (merged or 0) + 1
         live = [segment for segment in segments if segment >= wanted]
         newest = live[-1] if live else 0
@@ -112,7 +114,7 @@ class LogCheck:
                 size_before = 0
             wanted = segment + 1
             try:
-                data = self._read(segment)
+                data = self._segments[segment]
             except LogDamagedError as error:
                 yield self._unreadable(segment, error)
                 self._lose_track()
@@ -159,7 +161,7 @@ class LogCheck:
 
     def _kept_segment(self, segment: int) -> Iterator[Finding]:
         try:
-            for _ in scan_segment(self._read(segment), segment):
+            for _ in scan_segment(self._segments[segment], segment):
                 self.groups += 1
         except (LogDamagedError, UnknownFormatError) as error:
             yield self._unreadable(segment, error)

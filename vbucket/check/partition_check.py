@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - the struct module names its error in lower case
 from typing import Final
@@ -116,7 +116,7 @@ _crc32c = google_crc32c.value
 
 
 class PartitionCheck:
-    """One check of a partition. `findings` does the work; the counts are valid after it."""
+    """One check of a partition. `steps` does the work; the counts are valid after it."""
 
     def __init__(
         self,
@@ -126,7 +126,6 @@ class PartitionCheck:
         manifest: Manifest,
         *,
         slice_keys: int = SLICE_KEYS,
-        on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
         cas_max: int = SEQNO_MAX,
         living_seqno: int = SEQNO_MAX,
     ) -> None:
@@ -136,7 +135,6 @@ class PartitionCheck:
         self._record = record
         self._manifest = manifest
         self._slice_keys = slice_keys
-        self._on_progress = on_progress
         self._where = f"partition {vb_id}"
         self._epochs = EpochBounds(
             FailoverLog.from_document(record.failover), record.epoch, living_seqno
@@ -165,9 +163,12 @@ class PartitionCheck:
         self.versions = 0
         self.size_bytes = 0
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield what is wrong."""
+    def steps(self) -> Iterator[Finding | None]:
+        """Yield what is wrong, and None from time to time: `keys` and `size_bytes` have grown."""
         for finding in self._all():
+            if finding is None:
+                yield None
+                continue
             self._told[finding.kind] += 1
             if self._told[finding.kind] <= FINDINGS_MAX:
                 yield finding
@@ -175,7 +176,7 @@ class PartitionCheck:
             if count > FINDINGS_MAX:
                 yield Finding(kind, self._where, f"{count - FINDINGS_MAX} more of this kind")
 
-    def _all(self) -> Iterator[Finding]:
+    def _all(self) -> Iterator[Finding | None]:
         try:
             slices = self._count_slices()
             for number in range(slices):
@@ -328,7 +329,9 @@ class PartitionCheck:
 
     # -- keys ----------------------------------------------------------------------------------
 
-    def _keys(self, newest: dict[bytes, bytes], number: int, slices: int) -> Iterator[Finding]:
+    def _keys(
+        self, newest: dict[bytes, bytes], number: int, slices: int
+    ) -> Iterator[Finding | None]:
         """Compare by_key with the newest versions; empties `newest`."""
         reader, prefix, live = self._reader, self._prefix, self._live
         for full_key, buffer in reader.range(BY_KEY_TABLE, prefix, self._stop):
@@ -339,7 +342,7 @@ class PartitionCheck:
             self.keys += 1
             self.size_bytes += len(full_key) + len(value)
             if not self.keys & 0xFFFF:
-                self._on_progress(self.keys, self.size_bytes)
+                yield None
             head = newest.pop(key, None)
             if reader.get(BY_KEY_TABLE, full_key) != value:
                 what = f"key {key!r} stands in by_key, but a look-up does not find it"

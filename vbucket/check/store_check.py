@@ -11,7 +11,7 @@ stops the check, but without a readable node record there is little to compare w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import cbor2
@@ -57,21 +57,20 @@ class CheckProgress(NamedTuple):
 
 
 class StoreCheck:
-    """One check. `findings` does the work; the other attributes are valid after it.
+    """One check. `steps` does the work; the other attributes are valid after it.
 
+    `segments` reads one when it is asked for, and raises LogDamagedError if it cannot be read.
     `marks` are the slots of the log's end mark (LogDevice.marks); None: they are not checked.
     """
 
     def __init__(
         self,
         reader: KvReader,
-        segments: list[int],
-        read_segment: Callable[[int], bytes],
+        segments: Mapping[int, bytes],
         *,
         vb_ids: Iterable[int] = (),
         marks: Sequence[bytes] | None = None,
         slice_keys: int = SLICE_KEYS,
-        on_progress: Callable[[CheckProgress], None] = lambda _: None,
         cas_max: int = SEQNO_MAX,
     ) -> None:
         """`vb_ids`: the partitions to check; none: all that the node's record says.
@@ -81,12 +80,10 @@ class StoreCheck:
         self._reader = reader
         self._view = StoreView(reader)
         self._segments = segments
-        self._read_segment = read_segment
         self._marks = marks
         self._vb_ids = list(vb_ids)
         self._slice_keys = slice_keys
         self._cas_max = cas_max
-        self._on_progress = on_progress
         self._records: dict[int, PartitionRecord] = {}
         self._quarantined: frozenset[int] = frozenset()
         self._is_log_whole = True
@@ -95,6 +92,10 @@ class StoreCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is wrong. Raises UnknownFormatError for a store of another version."""
+        return (step for step in self.steps() if isinstance(step, Finding))
+
+    def steps(self) -> Iterator[Finding | CheckProgress]:
+        """Like `findings`; yield the progress, too."""
         node, manifest = None, INITIAL_MANIFEST
         try:
             node = self._view.node()
@@ -113,7 +114,6 @@ class StoreCheck:
         known = yield from self._known_ends(node)
         self.log = LogCheck(
             self._segments,
-            self._read_segment,
             known=known,
             high_seqnos={vb_id: record.high_seqno for vb_id, record in self._records.items()},
             epochs={vb_id: record.epoch for vb_id, record in self._records.items()},
@@ -190,7 +190,7 @@ class StoreCheck:
 
     # -- tables --------------------------------------------------------------------------------
 
-    def _tables(self, manifest: Manifest) -> Iterator[Finding]:
+    def _tables(self, manifest: Manifest) -> Iterator[Finding | CheckProgress]:
         expiring = 0
         for vb_id in self._vb_ids:
             if vb_id in self._records:
@@ -201,10 +201,10 @@ class StoreCheck:
                     manifest,
                     slice_keys=self._slice_keys,
                     cas_max=self._cas_max,
-                    on_progress=self._within_partition,
                     living_seqno=self._living_seqno(vb_id),
                 )
-                yield from check.findings()
+                for step in check.steps():
+                    yield self._within_partition(check) if step is None else step
                 expiring += check.expiring
                 done = self.progress
                 self.progress = done._replace(
@@ -213,7 +213,7 @@ class StoreCheck:
                     size_bytes=done.size_bytes + check.size_bytes,
                 )
             self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
-            self._on_progress(self.progress)
+            yield self.progress
         yield from self._expiry_rows(expiring)
         yield from self._strays()
 
@@ -245,10 +245,10 @@ class StoreCheck:
             what = f"it has {rows} rows ({bad} damaged), {expiring} documents have an expiry"
             yield Finding(Kind.EXPIRY, f"table {EXPIRY_TABLE}", what)
 
-    def _within_partition(self, keys: int, size_bytes: int) -> None:
+    def _within_partition(self, check: PartitionCheck) -> CheckProgress:
         done = self.progress
-        self._on_progress(
-            done._replace(keys=done.keys + keys, size_bytes=done.size_bytes + size_bytes)
+        return done._replace(
+            keys=done.keys + check.keys, size_bytes=done.size_bytes + check.size_bytes
         )
 
     def _strays(self) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
@@ -158,14 +158,6 @@ def page_findings(data_path: Path) -> Iterator[Finding]:
 
 def check_tables(data_path: Path) -> int:
     """Check everything except LMDB's pages; write findings and progress as JSON lines."""
-    last_s = 0.0
-
-    def tell(progress: CheckProgress) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s > PROGRESS_EVERY_S / 4:
-            last_s = time.monotonic()
-            _write(["progress", *progress])
-
     try:
         database = LmdbPageReader(store_path(data_path), TABLES)
     except (StoreDamagedError, StoreFailedError) as error:
@@ -177,15 +169,18 @@ def check_tables(data_path: Path) -> int:
     log_folder = log_path(data_path)
     check = StoreCheck(
         database,
-        _segments(log_folder),
-        lambda n: _segment(log_folder, n),
+        _Segments(log_folder),
         marks=_marks(log_folder),
-        on_progress=tell,
         cas_max=time.time_ns() + CAS_DRIFT_NS + CAS_AHEAD_NS,
     )
+    last_s = 0.0
     try:
-        for finding in check.findings():
-            _write(["finding", *finding])
+        for step in check.steps():
+            if isinstance(step, Finding):
+                _write(["finding", *step])
+            elif time.monotonic() - last_s > PROGRESS_EVERY_S / 4:
+                last_s = time.monotonic()
+                _write(["progress", *step])
     except UnknownFormatError as error:
         _write(["refused", str(error)])
     _write(["progress", *check.progress])
@@ -198,30 +193,36 @@ def _log_alone(data_path: Path) -> Iterator[Finding]:
     """Check the log without a store to compare it with."""
     log_folder = log_path(data_path)
     check = LogCheck(
-        _segments(log_folder),
-        lambda n: _segment(log_folder, n),
+        _Segments(log_folder),
         known=KnownEnds(mark=read_marks(_marks(log_folder))),
         high_seqnos=None,
     )
     yield from check.findings()
 
 
-def _segments(log_folder: Path) -> list[int]:
-    """Return the segments of the log. If the folder cannot be read, report that and return none;
-    the check then reports what is missing.
-    """
-    try:
-        return segments_in(log_folder)
-    except OSError as error:
-        _write(["finding", Kind.LOG, "log", f"the folder cannot be read: {error}"])
-        return []
+class _Segments(Mapping[int, bytes]):
+    """The segments of a log, each read when it is asked for."""
 
+    def __init__(self, log_folder: Path) -> None:
+        """If the folder cannot be read, report that; the check then reports what is missing."""
+        self._log_folder = log_folder
+        self._numbers: list[int] = []
+        try:
+            self._numbers = segments_in(log_folder)
+        except OSError as error:
+            _write(["finding", Kind.LOG, "log", f"the folder cannot be read: {error}"])
 
-def _segment(log_folder: Path, segment: int) -> bytes:
-    try:
-        return read_segment(log_folder, segment)
-    except (OSError, KeyError) as error:
-        raise LogDamagedError(f"cannot be read: {error}") from error
+    def __getitem__(self, segment: int) -> bytes:
+        try:
+            return read_segment(self._log_folder, segment)
+        except (OSError, KeyError) as error:
+            raise LogDamagedError(f"cannot be read: {error}") from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def _marks(log_folder: Path) -> list[bytes]:

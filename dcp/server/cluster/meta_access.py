@@ -35,7 +35,7 @@ from failover.metadata.metastore import (
     StoreRequest,
     StoreResult,
     StoreUnavailable,
-    WatchHandle,
+    StoreWatch,
     WatchMessage,
 )
 
@@ -122,7 +122,7 @@ class TimedStore:
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> WatchHandle:
+    ) -> StoreWatch:
         """See MetaStore."""
         return self._store.watch(prefix, from_revision, deliver)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -58,11 +57,11 @@ from failover.metadata.metastore import (
     Lost,
     OutcomeUnknown,
     RefusalKind,
-    ResumedWatch,
     StoreRefused,
     StoreRequest,
     StoreResult,
     StoreUnavailable,
+    StoreWatch,
     WatchBatch,
     WatchMessage,
 )
@@ -103,6 +102,16 @@ class _Pending:
         self.timer = timer
 
 
+class _NumberedWatch(StoreWatch):
+    client: EmbeddedClient
+    watch_id: int
+
+    def cancel(self) -> None:
+        """See StoreWatch."""
+        super().cancel()
+        self.client.end_watch(self.watch_id)
+
+
 class EmbeddedClient:
     """See the module. Make it in a running event loop, and `close` it."""
 
@@ -125,7 +134,7 @@ class EmbeddedClient:
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._pending: dict[int, _Pending] = {}
-        self._watches: dict[int, ResumedWatch] = {}
+        self._watches: dict[int, StoreWatch] = {}
         self._last_id = 0
         self._store_id = b""
         self._revision = 0
@@ -170,22 +179,23 @@ class EmbeddedClient:
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> ResumedWatch:
+    ) -> StoreWatch:
         """Deliver all changes of a prefix from `from_revision` on (at least 1)."""
-        watch_id = self._next_id()
-        watch = ResumedWatch(prefix, from_revision, deliver, partial(self._end_watch, watch_id))
+        watch = _NumberedWatch(prefix, from_revision, deliver)
+        watch.client, watch.watch_id = self, self._next_id()
         lost = self._why_no_watch()
         if lost:
             self._loop.call_later(LOST_S, watch.hand_over, Lost(lost))
             return watch
-        self._watches[watch_id] = watch
-        self._send(WatchBegin(watch_id, prefix, from_revision))
+        self._watches[watch.watch_id] = watch
+        self._send(WatchBegin(watch.watch_id, prefix, from_revision))
         return watch
 
     def _why_no_watch(self) -> str:
         return "" if len(self._watches) < WATCHES_MAX else f"{WATCHES_MAX} watches are running"
 
-    def _end_watch(self, watch_id: int) -> None:
+    def end_watch(self, watch_id: int) -> None:
+        """A watch was cancelled."""
         if self._watches.pop(watch_id, None) is not None:
             self._send(WatchCancel(watch_id))
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator
+from typing import Final
 
 import msgspec
 
@@ -78,28 +78,17 @@ DELIVERY_BYTES: Final = 1 << 20
 """About so much of a watch is sent at a time: a long history does not hold up answers."""
 
 
-class CallTarget(Protocol):
-    """What a connection needs of the server."""
-
-    @property
-    def store(self) -> RevisionStore:
-        """The state to watch."""
-
-    def call(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
-        """Answer a request, now or later."""
-
-
 class StoreConnection:
     """See the module."""
 
     def __init__(
         self,
-        target: CallTarget,
+        store: RevisionStore,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self.is_logged_in = False
-        self._target = target
+        self._store = store
         self._reader = reader
         self._writer = writer
         self._outgoing: deque[bytes] = deque()
@@ -118,14 +107,27 @@ class StoreConnection:
         """Look whether watches have something to deliver."""
         self._wake.set()
 
-    async def run(self, keyring: Keyring, store_id: bytes) -> None:
-        """Serve the client until the connection ends."""
+    async def calls(
+        self, keyring: Keyring, store_id: bytes
+    ) -> AsyncGenerator[tuple[int, StoreRequest], None]:
+        """Serve the client until the connection ends. Yield its requests, each with its id: they
+        are to be answered with `answer`, now or later.
+        """
         try:
             async with asyncio.timeout(LOGIN_S):
                 await self._log_in(keyring, store_id)
             sender = asyncio.create_task(self._send())
             try:
-                await self._read(sender)
+                while not sender.done():
+                    if self._is_crowded():
+                        self._relief.clear()
+                        await self._relief.wait()
+                        continue
+                    message = read_to_server(await self._read_frame(REQUEST_FRAME_BYTES_MAX))
+                    if isinstance(message, StoreCall):
+                        yield self._call_of(message)
+                    else:
+                        self._take(message)
             finally:
                 sender.cancel()
                 await asyncio.wait([sender])
@@ -138,13 +140,12 @@ class StoreConnection:
         finally:
             self._writer.close()
 
-    async def _read(self, sender: asyncio.Task[None]) -> None:
-        while not sender.done():
-            if self._is_crowded():
-                self._relief.clear()
-                await self._relief.wait()
-            else:
-                self._take(read_to_server(await self._read_frame(REQUEST_FRAME_BYTES_MAX)))
+    def answer(self, call_id: int, result: StoreResult) -> None:
+        """Send the answer to a request."""
+        frame = _answer_frame(call_id, result)
+        self._outgoing.append(frame)
+        self._outgoing_bytes += len(frame)
+        self.wake()
 
     # ---- Login
 
@@ -169,7 +170,7 @@ class StoreConnection:
                 " (`dcpctl cluster token` prints it)"
             )
         proof = server_proof(secret, server_nonce, login.nonce)
-        revision = self._target.store.revision
+        revision = self._store.revision
         self._writer.write(frame_of(StoreWelcome(proof, store_id, revision)))
         self.is_logged_in = True
 
@@ -183,9 +184,7 @@ class StoreConnection:
         return self._calls >= CALLS_MAX or self._outgoing_bytes >= WAITING_BYTES_MAX
 
     def _take(self, message: ToServer) -> None:
-        if isinstance(message, StoreCall):
-            self._call(message)
-        elif isinstance(message, WatchBegin):
+        if isinstance(message, WatchBegin):
             if len(self._watches) >= WATCHES_MAX or message.from_revision < FIRST_REVISION:
                 raise WireError(f"at most {WATCHES_MAX} watches, each from revision 1 or later")
             self._watches[message.watch_id] = (message.prefix, message.from_revision)
@@ -195,22 +194,13 @@ class StoreConnection:
         else:
             raise WireError("the login is over")
 
-    def _call(self, call: StoreCall) -> None:
+    def _call_of(self, call: StoreCall) -> tuple[int, StoreRequest]:
         try:
             request = decode_request(call.request)
         except CodecError as error:
             raise WireError(f"request {call.call_id}: {error}") from None
         self._calls += 1
-
-        def answer(result: StoreResult) -> None:
-            self._queue(_answer_frame(call.call_id, result))
-
-        self._target.call(request, answer)
-
-    def _queue(self, frame: bytes) -> None:
-        self._outgoing.append(frame)
-        self._outgoing_bytes += len(frame)
-        self.wake()
+        return call.call_id, request
 
     # ---- Sending
 
@@ -226,7 +216,7 @@ class StoreConnection:
                             await self._wake.wait()
                         continue
                     except TimeoutError:
-                        data = frame_of(StoreBeat(self._target.store.revision))
+                        data = frame_of(StoreBeat(self._store.revision))
                 self._writer.write(data)
                 async with asyncio.timeout(STALL_S):
                     await self._writer.drain()
@@ -248,7 +238,7 @@ class StoreConnection:
 
     def _deliveries(self, watch_id: int) -> list[bytes]:
         """Return the next messages of a watch, and move it behind them."""
-        store = self._target.store
+        store = self._store
         prefix, next_revision = self._watches[watch_id]
         if next_revision > store.revision:
             return []

@@ -210,7 +210,7 @@ class EmbeddedServer:
     # ---- Connections
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = StoreConnection(self, reader, writer)
+        connection = StoreConnection(self.store, reader, writer)
         strangers = [one for one in self._connections if not one.is_logged_in]
         is_too_many = len(self._connections) - len(strangers) >= CONNECTIONS_MAX
         if self._is_closed or self.failed.done() or is_too_many:
@@ -224,7 +224,11 @@ class EmbeddedServer:
         assert task is not None
         self._serving.add(task)
         try:
-            await connection.run(self._keyring, self._file.store_id)
+            async with contextlib.aclosing(
+                connection.calls(self._keyring, self._file.store_id)
+            ) as calls:
+                async for call_id, request in calls:
+                    self._call(request, partial(connection.answer, call_id))
         finally:
             self._serving.discard(task)
             self._connections.pop(connection, None)
@@ -235,7 +239,7 @@ class EmbeddedServer:
 
     # ---- Requests
 
-    def call(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
+    def _call(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         """Answer a request: now if it changes nothing, else after its record is on disk."""
         now_ns = self._now_ns()
         result = self._core.answer_now(now_ns, request)

@@ -59,11 +59,11 @@ from failover.metadata.metastore import (
     OutcomeUnknown,
     RangeResult,
     RefusalKind,
-    ResumedWatch,
     StoreRefused,
     StoreRequest,
     StoreResult,
     StoreUnavailable,
+    StoreWatch,
     TxnResult,
     WatchMessage,
     request_refusal,
@@ -106,6 +106,15 @@ _HAPPENED_NOT_TEXTS: Final = (
 _LOGIN_AGAIN: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 
 
+class _EtcdWatch(StoreWatch):
+    client: EtcdClient
+
+    def cancel(self) -> None:
+        """See StoreWatch."""
+        super().cancel()
+        self.client.end_watch(self)
+
+
 class EtcdClient:
     """See the module. Make it in a running event loop, and `close` it."""
 
@@ -131,7 +140,7 @@ class EtcdClient:
         self._leases = LeaseThread(settings, deadline_s)
         self._waiters: set[asyncio.Future[EtcdLink | None]] = set()
         self._calls: set[asyncio.Task[None]] = set()
-        self._watches: dict[ResumedWatch, asyncio.Task[None]] = {}
+        self._watches: dict[StoreWatch, asyncio.Task[None]] = {}
         self._cluster_id = 0
         self._revision = 0
         """The highest one that etcd told in an answer that a majority confirmed."""
@@ -172,9 +181,10 @@ class EtcdClient:
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> ResumedWatch:
+    ) -> StoreWatch:
         """Deliver all changes of a prefix from `from_revision` on (at least 1)."""
-        watch = ResumedWatch(prefix, from_revision, deliver, lambda: self._end_watch(watch))
+        watch = _EtcdWatch(prefix, from_revision, deliver)
+        watch.client = self
         if len(self._watches) >= ETCD_WATCHES_MAX:
             text = "too many watches are running"
             self._loop.call_later(ETCD_LOST_S, watch.hand_over, Lost(text))
@@ -182,7 +192,8 @@ class EtcdClient:
         self._watches[watch] = self._loop.create_task(self._keep_watching(watch))
         return watch
 
-    def _end_watch(self, watch: ResumedWatch) -> None:
+    def end_watch(self, watch: StoreWatch) -> None:
+        """A watch was cancelled."""
         task = self._watches.pop(watch, None)
         if task is not None:
             task.cancel()
@@ -340,7 +351,7 @@ class EtcdClient:
             return
         self._leases.forget()
         for watch in tuple(self._watches):
-            self._end_watch(watch)
+            self.end_watch(watch)
             self._loop.call_soon(watch.hand_over, Lost(_SET_BACK))
         self._notice(
             history_trouble(
@@ -363,7 +374,7 @@ class EtcdClient:
 
     # ---- Watches
 
-    async def _keep_watching(self, watch: ResumedWatch) -> None:
+    async def _keep_watching(self, watch: StoreWatch) -> None:
         while not watch.is_over:
             link = self._link or await self._next_link(self._loop.time() + ETCD_SILENCE_S)
             if link is not None and not link.lost.done():
@@ -373,7 +384,7 @@ class EtcdClient:
                 link.lose(text)
             await asyncio.sleep(ETCD_RETRY_S)
 
-    async def _follow(self, watch: ResumedWatch, link: EtcdLink) -> str:
+    async def _follow(self, watch: StoreWatch, link: EtcdLink) -> str:
         """Deliver what a stream brings until it ends; return why it ended."""
         stream = link.watch_stream()
         key, range_end = range_ends(watch.prefix, is_prefix=True)
@@ -415,13 +426,13 @@ class EtcdClient:
                 break  # the stream has ended
         stream.cancel()
 
-    def _deliver(self, watch: ResumedWatch, response: Any) -> None:
+    def _deliver(self, watch: StoreWatch, response: Any) -> None:
         for batch in batches_of(response):
             if batch.revision >= watch.next_revision:  # else it was delivered before
                 watch.next_revision = batch.revision + 1
                 self._loop.call_soon(watch.hand_over, batch)
 
-    def _cancelled(self, watch: ResumedWatch, link: EtcdLink, response: Any) -> str:
+    def _cancelled(self, watch: StoreWatch, link: EtcdLink, response: Any) -> str:
         if response.compact_revision:
             del self._watches[watch]
             self._loop.call_soon(watch.hand_over, Compacted(response.compact_revision))
