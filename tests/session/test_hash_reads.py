@@ -123,8 +123,8 @@ def test_long_work_takes_turns_and_gives_the_same(
     wanted = answers()
     monkeypatch.setattr("dcp.session.kv.hash_reads.STEP_SEQNOS", 10)
     monkeypatch.setattr("vbucket.engine.hashes.STEP_KEYS", 10)
-    for module in ("engine", "store"):
-        monkeypatch.setattr(f"vbucket.{module}.hashes.ROWS_AT_ONCE", 20)
+    for module in ("engine.hashes", "store.hashes", "store.store"):
+        monkeypatch.setattr(f"vbucket.{module}.ROWS_AT_ONCE", 20)
     entered: list[object] = []
     enter = peer.state.shared.long_queue.enter
     monkeypatch.setattr(

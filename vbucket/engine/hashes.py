@@ -173,23 +173,21 @@ def _rows(
         found += rows_of_buckets(work.rows_of(keys), form, bits, wanted)
         has_more |= _cut(found, bytes_max)
     limit = bytes_max
-    is_over = work.record is None
-    while not is_over:
-        rows = versions.stored_rows(part, next_key, form.prefix)
-        is_over = len(rows) < ROWS_AT_ONCE
-        more = rows_of_buckets(rows, form, bits, wanted)
-        more = [row for row in more if row[0][2:] not in work.newest]
+    go_on = None if work.record is None else next_key
+    while go_on is not None:
+        rows, go_on = versions.stored_rows_within(part, go_on, form, bits, wanted)
+        more = [row for row in rows if row[0][2:] not in work.newest]
         found += more
         limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
-        if not is_over:
-            next_key = rows[-1][0][2:] + b"\0"
+        if go_on is not None:
             if limit <= 0:
                 break
             yield from work.pause()
-    if not is_over:
-        found = [row for row in found if row[0][2:] < next_key]
+    if go_on is not None:
+        found = [row for row in found if row[0][2:] < go_on]
+        has_more = True
     has_more |= _cut(found, bytes_max)
-    return found, has_more or not is_over
+    return found, has_more
 
 
 def _cut(rows: list[Row], bytes_max: int) -> bool:

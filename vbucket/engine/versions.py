@@ -27,7 +27,7 @@ from vbucket.model.entry import (
     value_of,
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
-from vbucket.native.key_hashes import Row
+from vbucket.native.key_hashes import Row, RowForm
 from vbucket.store.hashes import Tables
 from vbucket.store.records import PartitionRecord
 from vbucket.store.runs import (
@@ -355,6 +355,12 @@ class Versions:
     def stored_rows(self, part: Partition, first: bytes, prefix: bytes) -> list[Row]:
         """Return some records of the store, of the keys from `first` on that have a prefix."""
         return self._store.rows(part.vb_id, first, prefix)
+
+    def stored_rows_within(
+        self, part: Partition, first: bytes, form: RowForm, bits: int, wanted: bytes
+    ) -> tuple[list[Row], bytes | None]:
+        """Return documents of some buckets among records of the store (`Store.rows_within`)."""
+        return self._store.rows_within(part.vb_id, first, form, bits, wanted)
 
     def stored_rows_of(self, part: Partition, keys: Sequence[bytes]) -> list[Row]:
         """Return the records of those keys that the store has; fast if the keys ascend."""

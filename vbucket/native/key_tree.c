@@ -13,6 +13,7 @@
 #include "key_tree.h"
 
 #include "blocks.h"
+#include "key_hashes.h"
 #include "key_record.h"
 
 #include <string.h>
@@ -81,13 +82,6 @@ static int node_fits(const KeyTree *tree, const Search *search, const uint8_t *n
 {
     size_t at = (size_t)(node - search->page) + NODE_HEADER_BYTES + number16(node + 6);
     return at <= tree->page_bytes && more <= tree->page_bytes - at;
-}
-
-/* Compares keys as LMDB does. */
-static int compare(const uint8_t *one, size_t one_bytes, const uint8_t *other, size_t other_bytes)
-{
-    int order = memcmp(one, other, one_bytes < other_bytes ? one_bytes : other_bytes);
-    return order ? order : (one_bytes > other_bytes) - (one_bytes < other_bytes);
 }
 
 /* Whether a page has the bytes that were written last, as far as its checksum is known. */
@@ -238,6 +232,15 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
     size_t start = (size_t)number * tree->page_bytes + PAGE_HEADER_BYTES;
     node->value = (const uint8_t *)tree->file.buf + start;
     return node->value_bytes <= (size_t)tree->file.len - start;
+}
+
+int key_tree_next_leaf(Search *search)
+{
+    const uint8_t *to = search->to; /* `halve` has checked it */
+    if (to == NULL)
+        return 0;
+    *search = (Search){.key = to + NODE_HEADER_BYTES, .key_bytes = number16(to + 6)};
+    return 1;
 }
 
 /* Whether each slot of a page has a node of its own, and the first node begins the data. */
@@ -457,6 +460,7 @@ static PyMethodDef methods[] = {
     {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
     {"unsound", (PyCFunction)key_tree_unsound, METH_O, NULL},
     {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
+    {"within", (PyCFunction)key_tree_within, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

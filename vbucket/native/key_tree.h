@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 #define SEARCHES_MAX 64 /* at once: enough for waits for memory to overlap */
 
@@ -50,6 +51,14 @@ typedef struct {
     size_t key_bytes, value_bytes;
 } Node;
 
+/* Compares keys as LMDB does. */
+static inline int compare(const uint8_t *one, size_t one_bytes, const uint8_t *other,
+                          size_t other_bytes)
+{
+    int order = memcmp(one, other, one_bytes < other_bytes ? one_bytes : other_bytes);
+    return order ? order : (one_bytes > other_bytes) - (one_bytes < other_bytes);
+}
+
 /* Looks for up to SEARCHES_MAX keys together, level by level, so that what one of them waits for
    is loaded while the others are compared. */
 void key_tree_search(const KeyTree *tree, Search *searches, size_t count);
@@ -61,6 +70,10 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
 /* Whether the keys of the leaf where a search ended are within its bounds, and no node is there
    twice. */
 int key_tree_leaf_fits(const KeyTree *tree, const Search *search);
+
+/* Begins a search for the first key of the next leaf. Returns 0 if there is none. */
+int key_tree_next_leaf(Search *search);
+
 /* page_crcs(file, page_bytes, summed_bytes, numbers) -> [crc]: of the first bytes of pages. */
 PyObject *loops_page_crcs(PyObject *self, PyObject *args);
 

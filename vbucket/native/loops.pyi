@@ -311,6 +311,16 @@ class KeyTree:
     def unproven(self, prefix: bytes, keys: list[bytes], /) -> list[bytes]:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
+    def within(
+        self, first: bytes, stop: bytes, records: int, wanted: bytes, bits: int, prefix_at: int,
+        prefix: bytes, cas_at: int, rev_at: int, opcode: int, /,
+    ) -> tuple[list[tuple[bytes, bytes]], bytes | None] | None:  # fmt: skip
+        """Read some records of `by_key` from `first` to below `stop`. Return the rows of documents
+        whose bucket is wanted, 4,096 at most, and the key to go on from (None: all were read).
+
+        Return None if a page or a record is damaged.
+        """
+
 class LiveRun:
     """Cuts snapshots of live streams: once for all streams that get the same."""
 

@@ -31,7 +31,7 @@ from dcp.wire.opcode import Opcode
 from vbucket.log.device import UnknownFormatError
 from vbucket.model.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.native.key_hashes import Row
+from vbucket.native.key_hashes import Row, RowForm, rows_of_buckets
 from vbucket.store.block import (
     WITHOUT_XATTRS,
     Block,
@@ -42,7 +42,7 @@ from vbucket.store.block import (
 )
 from vbucket.store.due import rows_end
 from vbucket.store.environment import Buffer, KvEnv, KvWrite, StoreDamagedError, with_room
-from vbucket.store.hashes import Tables, rows_at_once, stored_hashes
+from vbucket.store.hashes import ROWS_AT_ONCE, Tables, rows_at_once, stored_hashes
 from vbucket.store.key_record import (
     MetaFields,
     StoredMeta,
@@ -71,6 +71,8 @@ from vbucket.store.runs import CUTS, STRIPPED, RunBatch, cut_run_of_block, run_o
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
 
+SCANNED_RECORDS: Final = 1 << 16
+"""Records that are read in C without a pause: some milliseconds."""
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 """Made once; a store with fewer partitions uses the first of them."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
@@ -436,6 +438,25 @@ class Store(StoreView):
         no such thing here. A key that it does not find may exist, as with `meta_fields`.
         """
         return self._snapshot.tree(BY_KEY_TABLE)
+
+    def rows_within(
+        self, vb_id: int, first: bytes, form: RowForm, bits: int, wanted: bytes
+    ) -> tuple[list[Row], bytes | None]:
+        """Return the documents of some buckets (`rows_of_buckets`) among records of the keys from
+        `first` on, and the key to go on from; None instead of it: there are no more records.
+
+        The loop in C reads SCANNED_RECORDS. Python reads fewer, and names what is damaged.
+        """
+        tree, prefix = self.key_tree(), _VB_PREFIXES[vb_id]
+        if tree is not None:
+            stop = prefix + form.prefix[:-1] + bytes([form.prefix[-1] + 1])
+            found = tree.within(prefix + first, stop, SCANNED_RECORDS, wanted, bits, *form)
+            if found is not None:
+                rows, go_on = found
+                return rows, go_on and go_on[2:]
+        rows = self.rows(vb_id, first, form.prefix)
+        go_on = rows[-1][0][2:] + b"\0" if len(rows) == ROWS_AT_ONCE else None
+        return rows_of_buckets(rows, form, bits, wanted), go_on
 
     def read_trees(self) -> tuple[KeyTree, KeyTree] | None:
         """Return what looks up documents in C: `key_tree`, and the same for `by_seqno`."""
