@@ -39,9 +39,10 @@ from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_mutation
+from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.block import Block, build_blocks
 from vbucket.store.key_record import by_key_items
-from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.page_mend import PageMender, flipped_bit
 from vbucket.store.lmdb.page_scan import PageScan
@@ -50,9 +51,11 @@ from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     FAILOVER_TABLE,
+    META_TABLE,
     STATE_TABLE,
     TABLES,
     PartitionRecord,
+    put_manifest,
     put_partition,
 )
 
@@ -281,13 +284,14 @@ def test_small_blocks_of_a_list_come_from_elsewhere(tmp_path: Path) -> None:
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 
-@pytest.mark.parametrize("table", [STATE_TABLE, FAILOVER_TABLE])
+@pytest.mark.parametrize("table", [STATE_TABLE, FAILOVER_TABLE, META_TABLE])
 def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -> None:
     """As of its last commit; not those of a transaction that was given up, nor if rows lack."""
     env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
-    kept = env.keep_rows((STATE_TABLE, FAILOVER_TABLE))
+    kept = env.keep_rows((STATE_TABLE, FAILOVER_TABLE, META_TABLE))
     with env.write() as write:
         put_partition(write, 3, RECORD._replace(epoch=5, failover=[[9, 7, 5], [7, 0, 1]]))
+        put_manifest(write, INITIAL_MANIFEST)
     with suppress(ZeroDivisionError), env.write() as write:
         put_partition(write, 4, RECORD._replace(epoch=6, failover=[[8, 7, 6], [7, 0, 1]]))
         raise ZeroDivisionError
@@ -299,7 +303,7 @@ def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -
     file = PageFile(copy)
     with PageMender(file) as mender:
         assert mend(mender, table, damage.key, {}) == ""
-        fewer = {table: {key: row for key, row in before.items() if key != b"\0\1"}}
+        fewer = {table: {key: row for key, row in before.items() if key != min(before)}}
         assert mend(mender, table, damage.key, fewer) == ""
         assert mend(mender, table, damage.key, kept) == REMEMBERED
     file.close()
@@ -308,6 +312,27 @@ def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -
         put_partition(write, 4, RECORD)
     env.close()
     assert damages_in(copy) == []
+
+
+def test_a_row_of_several_pages_is_not_written_from_memory(copy: Path) -> None:
+    """Only its beginning is kept: such a row of hashes may be large."""
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:
+        write.put(META_TABLE, b"before", bytes(9000))
+    kept = env.keep_rows((META_TABLE,))
+    with env.write() as write:
+        write.put(META_TABLE, b"later", bytes(9000))
+    env.close()
+    assert {key: len(row) for key, row in kept[META_TABLE].items() if not any(row)} == {
+        b"before": ROW_IN_LEAF_MAX + 1, b"later": ROW_IN_LEAF_MAX + 1,
+    }  # fmt: skip
+    (leaf,) = layout_of(copy)[META_TABLE].leaves
+    overwrite(copy, leaf, "zeros")
+    (damage,) = [each for each in damages_in(copy) if each.table == META_TABLE]
+    file = PageFile(copy)
+    with PageMender(file) as mender:
+        assert mend(mender, META_TABLE, damage.key, kept) == ""
+    file.close()
 
 
 def test_a_branch_is_not_guessed(copy: Path) -> None:

@@ -23,14 +23,13 @@ from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import checked_meta
+from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX
 from vbucket.store.lmdb.page_mend import BadPage, LargePlace, PageMender
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 
 RELISTED: Final = "its blocks were found again, each following the one before"
 _WHOLE: Final = 1 << 62
-ROW_IN_LEAF_MAX: Final = 2020
-"""Bytes of a value that LMDB keeps in a leaf, in pages of 4 KiB."""
 
 Given = Mapping[bytes, Sequence[bytes]]
 """Key of a `Lacking` -> the versions that came from elsewhere for it."""

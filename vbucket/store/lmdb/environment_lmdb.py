@@ -40,6 +40,8 @@ MAP_SIZE_BYTES: Final = 1 << 40
 """1 TiB of address space: far more than a node holds."""
 MAP_BYTES_MAX: Final = 1 << 46
 """Half of the address space of a 64-bit Linux process."""
+ROW_IN_LEAF_MAX: Final = 2020
+"""Bytes of a value that LMDB keeps in a leaf, in pages of 4 KiB."""
 _SHORT_WRITE: Final = "Input/output error"
 """LMDB's error after a short write, which mostly means a full disk."""
 _FULL_BYTES: Final = 1 << 20
@@ -428,13 +430,16 @@ class LmdbEnv:
 
     def keep_rows(self, tables: Sequence[str]) -> KeptRows:
         """Keep the rows of small tables in memory, as of each commit from now on, and return them.
-        If a page of theirs is damaged now, there are none.
+        If a page of a table is damaged now, there are none of it. Of a long row only the
+        beginning is kept: ROW_IN_LEAF_MAX + 1 bytes.
         """
-        with suppress(StoreDamagedError):
-            reader = self._file.reader(self._file.newest())
-            for table in tables:
+        for table in tables:
+            with suppress(StoreDamagedError):
+                reader = self._file.reader(self._file.newest())
                 rows = reader.range(table, b"\0")
-                self._kept[table] = {key: bytes(value) for key, value in rows}
+                self._kept[table] = {
+                    key: bytes(value[: ROW_IN_LEAF_MAX + 1]) for key, value in rows
+                }
         return self._kept
 
     def _keep(self, written: list[tuple[str, bytes, bytes | None]]) -> None:
@@ -442,7 +447,7 @@ class LmdbEnv:
             if value is None:
                 self._kept[table].pop(key, None)
             else:
-                self._kept[table][key] = value
+                self._kept[table][key] = value[: ROW_IN_LEAF_MAX + 1]
 
     def _catch_up(self) -> Meta:
         """Write the checksums that the last commit left out, if any; return the newest state.

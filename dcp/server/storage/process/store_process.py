@@ -65,7 +65,14 @@ from vbucket.store.environment import (
 )
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
-from vbucket.store.records import BY_SEQNO_TABLE, FAILOVER_TABLE, STATE_TABLE, TABLES, put_failover
+from vbucket.store.records import (
+    BY_SEQNO_TABLE,
+    FAILOVER_TABLE,
+    META_TABLE,
+    STATE_TABLE,
+    TABLES,
+    put_failover,
+)
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
 from vbucket.upkeep.merge import SLICE_PAGES, MergeReport, merge
@@ -527,7 +534,7 @@ def main(arguments: list[str]) -> None:
     log_folder = log_path(data_path)
     work = StoreWork(
         env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages,
-        kept=env.keep_rows((STATE_TABLE, FAILOVER_TABLE)),
+        kept=env.keep_rows((STATE_TABLE, FAILOVER_TABLE, META_TABLE)),
     )  # fmt: skip
     _serve(work.handle, packets, rests)
     env.close()
