@@ -16,7 +16,8 @@ from collections.abc import Iterable
 
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
-from vbucket.engine.cut import Cut
+from vbucket.engine.cut import Cut, draw_cut
+from vbucket.engine.engine import Engine
 
 
 class PendingCut:
@@ -56,6 +57,16 @@ def begin_cut(hub: StreamHub, cut: Cut) -> None:
     hub.cut_time = cut.time
     for follower in hub.cutting:
         follower.begin_cut(cut)
+
+
+def draw_own_cut(engine: Engine, hub: StreamHub, wall_ns: int) -> None:
+    """Draw a cut of a node alone, if somebody follows cuts, and the disk knows that its time may be
+    closed.
+    """
+    if hub.cutting:
+        engine.begin_batch(wall_ns)
+        if engine.now_ns | 0xFFFF <= engine.closed_max:
+            begin_cut(hub, draw_cut(engine, wall_ns))
 
 
 def cut_age_s(hub: StreamHub, now_ns: int) -> float:

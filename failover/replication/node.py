@@ -15,6 +15,7 @@ The shell (a server, or a simulated node) tells it what happens:
     outcome(...)              a change of a record that this node wrote was decided
 
 and carries out `take_effects()` after each of these, and after bytes came for a session or a link.
+What comes after what in a shell is `NodeTurns`.
 
 Roles. A replication record says who holds a copy, who is master, and in which epoch. This node is
 master only in epochs that began while this process was running (`replication_record.is_master`).
@@ -32,9 +33,10 @@ Invariants
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from dcp.core.groups import GroupCycle
+from dcp.core.groups import GroupCycle, Published
 from failover.coordinator.clock import RanTime
 from failover.coordinator.cluster_session import ClusterSession, NodeShell
 from failover.coordinator.effects import Notice
@@ -551,6 +553,74 @@ class ReplicationCore:
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
             self._shell.ask_store(self._session.report(self._now_ns, self._reported))
+
+
+class NodeTurns(ABC):
+    """What comes after what on a node of a cluster: fences, syncs, acknowledgements, answers.
+
+    A server's process (`dcp.server.cluster.replicated_node`) and a simulated node are both one.
+    They have the clock, the connections and the disks; the order is here.
+
+    Invariants
+    - what may not be answered any more is fenced before each batch of requests;
+    - replicas in step get a group before this node's disk has it, and the core knows that it is
+      synced before anybody else does. What that allows, acknowledgements first, leaves before
+      clients are answered;
+    - effects are carried out in their order, never in the middle of another one or of a core's
+      call, and until none is left.
+    """
+
+    core: ReplicationCore
+    _is_carrying = False
+
+    def fence(self, now_ns: int) -> None:
+        """Requests come next."""
+        self.core.check_fence(now_ns)
+
+    def group_begins(self, now_ns: int, group: CommitGroup) -> None:
+        """A group is about to be written, and synced: replicas write it at the same time."""
+        if self.core.group_begun(now_ns, group):
+            self.feed()
+
+    def job_done(self, now_ns: int, published: Published) -> None:
+        """A job of the log is done, and the group cycle has published it."""
+        if published.group is not None:
+            self.core.group_synced(now_ns, published.group)
+            self.feed()
+            self.acknowledge()
+        self.publish(published)
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """Carry out all effects, and send what they left on links."""
+        if self._is_carrying:
+            return  # an answer that left has brought the next commit: the call below goes on
+        self._is_carrying = True
+        while self.core.has_effects:
+            for effect in self.core.take_effects():
+                self.carry_out_one(effect)
+        self._is_carrying = False
+        self.end_turn()
+
+    @abstractmethod
+    def feed(self) -> None:
+        """Send replicas what is for them now, if this turn would delay it."""
+
+    @abstractmethod
+    def acknowledge(self) -> None:
+        """Send masters what links have for them now, if this turn would delay it."""
+
+    @abstractmethod
+    def publish(self, published: Published) -> None:
+        """Tell the rest of the node what is committed, and release the answers that waited."""
+
+    @abstractmethod
+    def carry_out_one(self, effect: ReplicationEffect) -> None:
+        """Carry out an effect."""
+
+    @abstractmethod
+    def end_turn(self) -> None:
+        """Send what links have, forget those that are over, and have pending changes written."""
 
 
 def _end_of(part: Partition) -> tuple[int, int]:

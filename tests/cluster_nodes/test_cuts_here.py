@@ -21,10 +21,10 @@ from clients.event import Rollback
 from clients.kv.client import KvClient
 from clients.link.topology import Place
 from clients.mirror.mirror import Mirror
-from dcp.server.cluster import cut_rounds
 from dcp.server.cluster.cut_rounds import CutPeer, CutRounds
 from dcp.server.node import Node
 from dcp.server.operate.cluster_requests import MasterFailoverRequest
+from failover.replication.cuts import cut_leader
 from support.backup_pair import state_as_of
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.server import ctl
@@ -254,7 +254,7 @@ async def test_a_node_that_says_nothing_delays_others_once(
     """Nothing is held, and nobody asks, before somebody wants cuts. A node that does not answer
     then is waited for once; cuts of the others go on without it, and with it when it answers.
     """
-    monkeypatch.setattr(cut_rounds, "SILENT_NS", 10**18)
+    monkeypatch.setattr(cut_leader, "SILENT_NS", 10**18)
     async with ClusterHere(tmp_path) as cluster:
         await cluster.of_three()
         async with cluster.client("n1") as kv:
@@ -285,7 +285,7 @@ async def test_a_node_that_says_nothing_delays_others_once(
                     if member_of(node) == member
                 ), "it was never told"
                 # It is dialled again: nobody says so when a machine is gone.
-                monkeypatch.setattr(cut_rounds, "SILENT_NS", 10**9)
+                monkeypatch.setattr(cut_leader, "SILENT_NS", 10**9)
                 while everything.frontier <= times[-1]:
                     await anext(whole)
             port = cluster.nodes["n1"].ports.kv

@@ -27,7 +27,7 @@ from failover.metadata.metastore import MetaStore
 from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
-from failover.replication.node import ReplicationCore
+from failover.replication.node import NodeTurns, ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
 from sim.cut_rounds import CutRounds
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
@@ -124,7 +124,7 @@ class LinkHandler:
         self.flush()
 
 
-class ClusterNode(SingleNode):
+class ClusterNode(SingleNode, NodeTurns):
     """See the module."""
 
     core_type = ReplicationCore
@@ -189,23 +189,38 @@ class ClusterNode(SingleNode):
 
     def before_commands(self) -> None:
         """See Served."""
-        self.core.check_fence(self.clock.monotonic_ns())
+        self.fence(self.clock.monotonic_ns())
 
     def after_commands(self) -> None:
         """See Served."""
-        self._carry_out_core()
+        self.carry_out()
 
     def begun(self, job: WriteGroup) -> None:
         """See SingleNode."""
-        self.core.group_begun(self.clock.monotonic_ns(), job.group)
+        self.group_begins(self.clock.monotonic_ns(), job.group)
 
     def _done(self, job: Job) -> None:
-        published = self.groups.done(job)
-        if isinstance(job, WriteGroup):
-            self.core.group_synced(self.clock.monotonic_ns(), job.group)
-        self.published(published)
-        self._carry_out_core()
+        self.job_done(self.clock.monotonic_ns(), self.groups.done(job))
         if self.groups.has_work:
+            self.kick()
+
+    # -- NodeTurns ---------------------------------------------------------------------------------
+
+    def feed(self) -> None:
+        """See NodeTurns: streams are sent in the next event, and no time passes until then."""
+
+    def acknowledge(self) -> None:
+        """See NodeTurns: links are flushed when the turn ends, and no time passes until then."""
+
+    def publish(self, published: Published) -> None:
+        """See NodeTurns."""
+        self.published(published)
+
+    def end_turn(self) -> None:
+        """See NodeTurns."""
+        self._handlers = [item for item in self._handlers if not self._flushed(item)]
+        self._note_masterships()
+        if self.engine.keyspace.has_pending:
             self.kick()
 
     def settle(self, vb_ids: Iterable[int]) -> None:
@@ -263,7 +278,7 @@ class ClusterNode(SingleNode):
             self._keep_seen()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
-        self._carry_out_core()
+        self.carry_out()
 
     def _keep_seen(self) -> None:
         """Write what the folder has seen of the store, one write at a time."""
@@ -279,7 +294,7 @@ class ClusterNode(SingleNode):
             self._machine.seen = piece.content
             self.seen.kept(piece)
             self.core.records_were_kept()
-            self._carry_out_core()
+            self.carry_out()
         self.host.after(SEEN_REST_NS, self._seen_rested)
 
     def _seen_rested(self) -> None:
@@ -305,16 +320,8 @@ class ClusterNode(SingleNode):
             connection.held.depose(vb_ids)
             connection.release()
 
-    def _carry_out_core(self) -> None:
-        while self.core.has_effects:
-            for effect in self.core.take_effects():
-                self._carry_out_one(effect)
-        self._handlers = [item for item in self._handlers if not self._flushed(item)]
-        self._note_masterships()
-        if self.engine.keyspace.has_pending:
-            self.kick()
-
-    def _carry_out_one(self, effect: ReplicationEffect) -> None:
+    def carry_out_one(self, effect: ReplicationEffect) -> None:
+        """See NodeTurns."""
         if isinstance(effect, Published):
             self.published(effect)
         elif isinstance(effect, StepDue):
@@ -362,7 +369,7 @@ class ClusterNode(SingleNode):
     def link_bytes(self, handler: LinkHandler, data: bytes) -> None:
         """Bytes came on a link."""
         handler.link.receive(data, self.clock.monotonic_ns())
-        self._carry_out_core()
+        self.carry_out()
 
     def _cluster_tick(self) -> None:
         if self._has_begun:  # what is in the log is on disk, and it can be written
@@ -370,7 +377,7 @@ class ClusterNode(SingleNode):
             self._raised_life.tick(self.clock.monotonic_ns(), self.clock.wall_ns() / SECOND)
             self.core.tick(self.clock.monotonic_ns())
             self.core.master.cuts.tick(self.clock.monotonic_ns())  # feeds tick with connections
-            self._carry_out_core()
+            self.carry_out()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
     def _tell(self, kind: str, text: str, vb_id: int) -> None:

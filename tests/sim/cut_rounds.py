@@ -1,23 +1,25 @@
 """Consistent cuts of simulated nodes: what the server's shell does for them, in virtual time.
 
-A node alone draws its own (`dcp.server.net.cut_timer`); nodes of a cluster draw each one together
-(`dcp.server.cluster.cut_rounds`), through the product's cores and on the simulated network.
+A node alone draws its own, nodes of a cluster draw each one together: when, and what comes after
+what, the product's cores say, in the server's process, too (`failover.replication.cuts`). Here are
+the clocks, the connections and the disk that knows the reserved times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dcp.server.cluster.cut_rounds import AGAIN_NS, SILENT_NS
-from dcp.server.storage.closed_times import AHEAD_NS, LEFT_NS
-from dcp.session.nodes.cut_command import CutAnswer, What, pack_ask, read_cut_answer
+from dcp.server.storage.closed_times import time_to_reserve
+from dcp.session.nodes.cut_command import CutAnswer, read_cut_answer
+from dcp.stream.pending_cut import draw_own_cut
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.opcode import Opcode
-from failover.replication.cuts.cut_leader import CutLeader
+from failover.replication.cuts.cut_leader import CutEffect, Due, HangUp, LedCuts, Say
 from failover.rules.cut import DRAW_NS_MAX, Ask
 from sim.network import Side
 from sim.world import MS
-from vbucket.engine.cut import close_time, draw_cut
+from vbucket.engine.cut import close_time
 
 if TYPE_CHECKING:
     from sim.cluster_node import ClusterNode
@@ -44,21 +46,15 @@ class NodeCuts:
 
     def draw(self) -> None:
         """Draw a cut, if it is wanted."""
-        engine, now_ns = self._node.engine, self._node.clock.wall_ns()
-        if not self._node.hub.cutting:
-            return
-        engine.begin_batch(now_ns)
-        if engine.now_ns | 0xFFFF <= engine.closed_max:
-            cut = draw_cut(engine, now_ns)
-            for follower in self._node.hub.cutting:
-                follower.begin_cut(cut)
+        draw_own_cut(self._node.engine, self._node.hub, self._node.clock.wall_ns())
 
     def _reserve(self) -> None:
         """See `dcp.server.storage.closed_times`."""
-        node, next_ns = self._node, self.next_ns()
-        if not self._is_writing and next_ns + LEFT_NS >= node.engine.closed_max:
+        node = self._node
+        closed_max = time_to_reserve(self.next_ns(), node.engine.closed_max)
+        if closed_max is not None and not self._is_writing:
             self._is_writing = True
-            node.host.after(node.sync_ns(), self._reserved, next_ns + AHEAD_NS)
+            node.host.after(node.sync_ns(), self._reserved, closed_max)
 
     def next_ns(self) -> int:
         """Return the time that is closed next, as far as is known."""
@@ -86,12 +82,12 @@ class CutLink:
     def connected(self, side: Side) -> None:
         """It stands."""
         self.side, side.handler = side, self
-        if not self._rounds.has(self._member, self):
+        if not self._rounds.connected(self._member, self):
             side.abort()
 
     def failed(self, _why: str) -> None:
         """The other node cannot be reached now."""
-        self._rounds.answered(self._member, None)
+        self._rounds.lost(self._member, self)
 
     def send(self, data: bytes) -> None:
         """Send bytes, if the connection stands then."""
@@ -112,12 +108,11 @@ class CutLink:
     def on_bytes(self, data: bytes) -> None:
         for frame in self._decoder.feed(data):
             assert frame.opcode == Opcode.X_CUT
-            self._rounds.answered(self._member, read_cut_answer(frame))
+            self._rounds.answered(self._member, self, read_cut_answer(frame))
 
     def on_closed(self, _why: str) -> None:
         self.side = None
-        if self._rounds.has(self._member, self):
-            self._rounds.answered(self._member, None)
+        self._rounds.lost(self._member, self)
 
     def on_writable(self) -> None:
         """Do nothing: what a leader says is short."""
@@ -130,92 +125,57 @@ class CutRounds(NodeCuts):
 
     def __init__(self, node: ClusterNode, round_: int) -> None:
         super().__init__(node)
-        self._leader = CutLeader(node.member, round_)
+        self._led = LedCuts(node.core, node.engine, node.hub, node.member, round_)
         self._links: dict[str, CutLink] = {}
-        self._dialled_ns: dict[str, int] = {}
 
     def draw(self) -> None:
-        """Begin a cut of the cluster, if somebody follows cuts here, and this node leads."""
-        node, now_ns = self._node, self._node.clock.monotonic_ns()
-        cuts = node.core.master.cuts
-        is_led = bool(cuts.led_by) and cuts.led_by < node.member
-        if not node.hub.cutting or is_led or cuts.why_never or not node.serves_any():
-            return
-        if self._leader.ask is not None:
-            return
-        self._dial(now_ns)
-        for name in self._silent(now_ns):
-            self._links[name].end()
-        reached = [name for name, link in self._links.items() if link.side is not None]
-        clock_ns = self._clock_ns()
-        ask, asked = self._leader.begin(reached, now_ns, clock_ns, node.engine.first_open_ns)
-        for name in asked:
-            self._links[name].send(pack_ask(What.DRAW, ask, self._leader.number))
-        for name in self._leader.probes(now_ns):
-            self._links[name].send(pack_ask(What.PROBE, ask, self._leader.number))
-        node.before_commands()
-        cuts.draw(ask, clock_ns)
-        node.host.after(DRAW_NS_MAX, self._finish, ask)
-        if self._leader.is_decided:
-            self._finish(ask)
-
-    def has(self, name: str, link: CutLink) -> bool:
-        """Whether this is the connection to a member."""
-        return self._links.get(name) is link
+        """See CutTimer."""
+        clock, members = self._node.clock, self._node.session.view.members
+        self._carry_out(self._led.draw(clock.monotonic_ns(), clock.wall_ns(), members.keys()))
 
     def next_ns(self) -> int:
         """See NodeCuts: what leaders ask for."""
         return self._node.core.master.cuts.asked_time
 
-    def answered(self, name: str, answer: CutAnswer | None) -> None:
-        """A member answers; None: the connection to it is over."""
-        if answer is None:
-            self._links.pop(name, None)
-            self._leader.lost(name)
-        else:
-            self._leader.answered(
-                name, answer.number, self._node.clock.monotonic_ns(),
-                offset_ns=answer.clock_ns - self._clock_ns(), first_open=answer.first_open,
-                has_drawn=not answer.why_not,
-            )  # fmt: skip
-        if self._leader.ask is not None and self._leader.is_decided:
-            self._finish(self._leader.ask)
+    def connected(self, member: str, link: CutLink) -> bool:
+        """A member can be asked; False: the connection was ended meanwhile."""
+        is_ours = self._links.get(member) is link
+        if is_ours:
+            self._led.connected(member)
+        return is_ours
 
-    def _finish(self, ask: Ask) -> None:
-        """All have drawn the cut, or time is over."""
-        if self._leader.ask is not ask:
-            return
+    def answered(self, member: str, link: CutLink, answer: CutAnswer) -> None:
+        """A member answers."""
+        if self._links.get(member) is link:
+            clock = self._node.clock
+            now_ns, wall_ns = clock.monotonic_ns(), clock.wall_ns()
+            self._carry_out(self._led.answered(now_ns, wall_ns, member, answer))
+
+    def lost(self, member: str, link: CutLink) -> None:
+        """A member was not reached, or the connection to it is over."""
+        if self._links.get(member) is link:
+            del self._links[member]
+            self._carry_out(self._led.lost(self._node.clock.monotonic_ns(), member))
+
+    def _carry_out(self, effects: Iterable[CutEffect]) -> None:
         node = self._node
-        for name in self._leader.finish():
-            self._links[name].send(pack_ask(What.COMPLETE, ask))
-        node.before_commands()
-        node.core.master.cuts.complete(ask.round, ask.time)
+        for effect in effects:
+            if isinstance(effect, Say):
+                self._links[effect.member].send(effect.data)
+            elif isinstance(effect, HangUp):
+                self._links.pop(effect.member).end()
+            elif isinstance(effect, Due):
+                node.host.after(DRAW_NS_MAX, self._late, effect.ask)
+            else:
+                self._dial(effect.member)
         node.after_commands()
 
-    def _clock_ns(self) -> int:
-        engine = self._node.engine
-        engine.begin_batch(self._node.clock.wall_ns())
-        return engine.locks.now_ns
+    def _late(self, ask: Ask) -> None:
+        self._carry_out(self._led.late(self._node.clock.monotonic_ns(), ask))
 
-    def _silent(self, now_ns: int) -> list[str]:
-        return [
-            name
-            for name, link in self._links.items()
-            if link.side is not None and now_ns - self._leader.asked_ns(name) >= SILENT_NS
-        ]
-
-    def _dial(self, now_ns: int) -> None:
+    def _dial(self, member: str) -> None:
         node = self._node
-        members = node.session.view.members
-        for name, stored in sorted(members.items()):
-            is_due = now_ns - self._dialled_ns.get(name, -AGAIN_NS) >= AGAIN_NS
-            if name == node.member or name in self._links or not is_due:
-                continue
-            self._dialled_ns[name] = now_ns
-            late_ns = node._world.below(node._plan.cut_late_ns + 1)
-            link = self._links[name] = CutLink(self, name, late_ns)
-            node._machine.network.connect(
-                node.host, stored.content.address, link.connected, link.failed
-            )
-        for name in sorted(self._links.keys() - members.keys()):
-            self._links[name].end()
+        late_ns = node._world.below(node._plan.cut_late_ns + 1)
+        link = self._links[member] = CutLink(self, member, late_ns)
+        address = node.session.view.members[member].content.address
+        node._machine.network.connect(node.host, address, link.connected, link.failed)

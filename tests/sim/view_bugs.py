@@ -13,13 +13,14 @@ from dcp.session.kv import batches as batch_commands
 from dcp.session.kv.hash_reads import HashReads
 from dcp.session.kv.scans import ScanCommands
 from dcp.session.state import SessionState
+from dcp.stream import pending_cut
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.pending_cut import PendingCut
 from dcp.wire.frame import Frame
 from failover.replication.cuts import cut_leader, cut_member
 from failover.replication.cuts.cut_member import CutMember
 from failover.rules.cut import Ask
-from sim import cut_rounds, prober
+from sim import prober
 from sim.planting import ClusterBug, Replaced, all_replaced
 from vbucket.engine import cut as cut_module
 from vbucket.engine import hashes
@@ -192,11 +193,11 @@ def _takes_all(*_args: object, **_named: object) -> str:
 VIEW_BUGS: Final[dict[str, ClusterBug]] = {
     "cut-of-committed": ClusterBug(
         "a cut leaves out what has a CAS, and is not committed yet",
-        (Replaced(cut_rounds, "draw_cut", _cut_of_committed),), nodes=1,
+        (Replaced(pending_cut, "draw_cut", _cut_of_committed),), nodes=1,
     ),
     "cut-beyond": ClusterBug(
         "a cut has changes of one partition that came later",
-        (Replaced(cut_rounds, "draw_cut", _cut_above_all),), nodes=1,
+        (Replaced(pending_cut, "draw_cut", _cut_above_all),), nodes=1,
     ),
     "cut-passed": ClusterBug(
         "streams pass a cut before it is told", (Replaced(PendingCut, "reached_by", _never_waits),),

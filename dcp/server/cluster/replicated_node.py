@@ -10,8 +10,7 @@ and the files. Everything runs on the server's event loop; only files are writte
 Invariants
 - no partition is served before its record gives it to this process, and no other node is spoken to
   before this process is registered as the member;
-- what may not be answered any more is fenced before each batch of requests;
-- effects are carried out in their order, and never from inside a session's or a core's call;
+- what comes after what is that of `NodeTurns`;
 - an exception in the cores ends the server: what it would answer afterwards may be wrong.
 """
 
@@ -70,9 +69,16 @@ from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
-from failover.replication.effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
+from failover.replication.effects import (
+    BranchEnded,
+    Dial,
+    MapChanged,
+    PartitionsArrived,
+    ReplicationEffect,
+    StepDue,
+)
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node import ReplicationCore
+from failover.replication.node import NodeTurns, ReplicationCore
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
@@ -140,7 +146,7 @@ class ReplicationChoices(NamedTuple):
     elects_uncleanly: bool = False
 
 
-class ReplicatedNode:
+class ReplicatedNode(NodeTurns):
     """See the module. It implements ReplicationHooks and NodeShell."""
 
     def __init__(
@@ -200,7 +206,7 @@ class ReplicatedNode:
             SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log),
             MapPace(self._loop, partial(self.guarded, self._show_map)),
         )  # fmt: skip
-        self._is_scheduled = self._is_carrying = self._is_stopped = False
+        self._is_scheduled = self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = Turns(self._loop, self.core)
         self.why_idle = ""
@@ -212,7 +218,7 @@ class ReplicatedNode:
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
         """Return what carries out each kind of effect."""
         return {
-            Published: self._published,
+            Published: self.publish,
             Dial: self._dial,
             MapChanged: self._map_changed,
             CutOff: self._cut_off,
@@ -243,18 +249,18 @@ class ReplicatedNode:
 
     def before_commands(self, now_ns: int) -> None:
         """See ReplicationHooks."""
-        self.core.check_fence(now_ns)
+        self.fence(now_ns)
 
     def after_commands(self) -> None:
         """See ReplicationHooks."""
         if self.core.has_effects and not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self.guarded, self._carry_out)
+            self._loop.call_soon(self.guarded, self.carry_out)
 
     def after_acknowledgement(self) -> None:
         """See ReplicationHooks."""
         if self.core.has_effects:
-            self.guarded(self._carry_out)
+            self.guarded(self.carry_out)
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -370,22 +376,39 @@ class ReplicatedNode:
         return sum(self.member in record.isr for record in records)
 
     def group_begun(self, group: CommitGroup) -> None:
-        """A group is about to be written: the commit path calls this first. Replicas in step get it
-        at once, so that they write and sync it at the same time.
-        """
-        if self.core.group_begun(elapsed_ns(), group):
-            self._parts.connections.feed()
+        """A group is about to be written: the commit path calls this first."""
+        self.group_begins(elapsed_ns(), group)
 
     def group_published(self, published: Published) -> None:
         """A job of the log is done: the commit path calls this instead of `publish`."""
-        if published.group is not None:
-            self.core.group_synced(elapsed_ns(), published.group)
-            # Replicas can begin to write the group, and masters wait for the acknowledgement.
-            self._parts.connections.feed()
-            for each in self._links:
-                each.flush()
+        self.job_done(elapsed_ns(), published)
+
+    # -- NodeTurns ---------------------------------------------------------------------------------
+
+    def feed(self) -> None:
+        """See NodeTurns: the loop would send it in its next turn."""
+        self._parts.connections.feed()
+
+    def acknowledge(self) -> None:
+        """See NodeTurns."""
+        for each in self._links:
+            each.flush()
+
+    def publish(self, published: Published) -> None:
+        """See NodeTurns."""
         self._parts.publish(published)
-        self._carry_out()
+
+    def carry_out_one(self, effect: ReplicationEffect) -> None:
+        """See NodeTurns."""
+        self._effects[type(effect)](effect)
+
+    def end_turn(self) -> None:
+        """See NodeTurns."""
+        self._is_scheduled = False
+        self.acknowledge()
+        self._links = [each for each in self._links if not self._has_ended(each)]
+        if self._parts.engine.keyspace.has_pending:
+            self._parts.kick()
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
@@ -456,7 +479,7 @@ class ReplicatedNode:
         if self._turns.is_each(USERS_TURNS):
             self._adopt_users()  # again, if it could not be written before
         self._turns.end()
-        self._carry_out()
+        self.carry_out()
 
     @property
     def num_vbuckets(self) -> int:
@@ -488,7 +511,7 @@ class ReplicatedNode:
     def _records_kept(self) -> None:
         """More of the store's records is on disk here: masters wait for that."""
         self.core.records_were_kept()
-        self._carry_out()
+        self.carry_out()
 
     def take(self, effect: SessionEffect) -> None:
         """See NodeShell."""
@@ -545,24 +568,6 @@ class ReplicatedNode:
 
     # -- effects -----------------------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
-        self._is_scheduled = False
-        if self._is_carrying:
-            return  # an answer that left has brought the next commit: the call below goes on
-        self._is_carrying = True
-        while self.core.has_effects:
-            for effect in self.core.take_effects():
-                self._effects[type(effect)](effect)
-        self._is_carrying = False
-        for each in self._links:
-            each.flush()
-        self._links = [each for each in self._links if not self._has_ended(each)]
-        if self._parts.engine.keyspace.has_pending:
-            self._parts.kick()
-
-    def _published(self, effect: Published) -> None:
-        self._parts.publish(effect)
-
     def _dial(self, effect: Dial) -> None:
         link = self.core.replica.links[effect.member]
         stored = self.session.view.members.get(effect.member)
@@ -602,7 +607,7 @@ class ReplicatedNode:
         return True
 
     def _link_moved(self) -> None:
-        self.guarded(self._carry_out)
+        self.guarded(self.carry_out)
 
     def _map_changed(self, changed: MapChanged) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
@@ -672,7 +677,7 @@ class ReplicatedNode:
 
     def _later(self, work: Callable[[], None]) -> None:
         self.guarded(work)
-        self.guarded(self._carry_out)
+        self.guarded(self.carry_out)
 
     def _arrived(self, _effect: PartitionsArrived) -> None:
         self._parts.connections.arrived()

@@ -8,8 +8,7 @@ from typing import Final
 
 from dcp.server.storage.closed_times import ClosedTimes
 from dcp.stream.hub import StreamHub
-from dcp.stream.pending_cut import begin_cut
-from vbucket.engine.cut import draw_cut
+from dcp.stream.pending_cut import draw_own_cut
 from vbucket.engine.engine import Engine
 
 CUT_S: Final = 0.1
@@ -41,12 +40,7 @@ class CutTimer:
 
     def draw(self) -> None:
         """Draw a cut of this node, if it is wanted."""
-        if not self.hub.cutting:
-            return
-        now_ns = time.time_ns()
-        self._engine.begin_batch(now_ns)
-        if self._engine.now_ns | 0xFFFF <= self._engine.closed_max:
-            begin_cut(self.hub, draw_cut(self._engine, now_ns))
+        draw_own_cut(self._engine, self.hub, time.time_ns())
 
     def stop(self) -> None:
         """Draw no more cuts."""

@@ -57,9 +57,10 @@ class ClosedTimes:
 
     def reserve(self, next_ns: int) -> None:
         """Reserve more time if that is due. `next_ns`: what is closed next."""
-        if not self._is_writing and next_ns + LEFT_NS >= self._engine.closed_max:
+        closed_max = time_to_reserve(next_ns, self._engine.closed_max)
+        if closed_max is not None and not self._is_writing:
             self._is_writing = True
-            self._tasks.begin(self._write(next_ns + AHEAD_NS))
+            self._tasks.begin(self._write(closed_max))
 
     async def _write(self, closed_max: int) -> None:
         data = msgspec.json.encode(_Kept(str(closed_max))) + b"\n"
@@ -73,6 +74,13 @@ class ClosedTimes:
             self._told = ""
             self._engine.closed_max = max(self._engine.closed_max, closed_max)
         self._is_writing = False
+
+
+def time_to_reserve(next_ns: int, closed_max: int) -> int | None:
+    """Return the time to reserve now; None: enough is left. `next_ns`: what is closed next,
+    `closed_max`: what is reserved.
+    """
+    return next_ns + AHEAD_NS if next_ns + LEFT_NS >= closed_max else None
 
 
 def read_closed(data_dir: Path) -> int:

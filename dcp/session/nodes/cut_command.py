@@ -5,7 +5,8 @@
     answer     u64 clock of this node, u64 lowest CAS that it has not closed; value: why it did not
                draw the cut, "" if it did
 
-Who calls it: `dcp.server.cluster.cut_rounds` of the leader. The rule is in `failover.rules.cut`.
+Who calls it: the leader (`failover.replication.cuts.cut_leader`). The rule is in
+`failover.rules.cut`.
 """
 
 from __future__ import annotations

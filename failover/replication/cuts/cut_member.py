@@ -2,7 +2,7 @@
 to the cut when it is complete. Sans-IO.
 
 Who calls it: `failover.replication.master` for sessions (`X_CUT`), and the shell of the node that
-leads (`dcp.server.cluster.cut_rounds`). The rule is in `failover.rules.cut`.
+leads (`failover.replication.cuts.cut_leader`). The rule is in `failover.rules.cut`.
 
 Invariants
 - while a member holds a cut, no partition that it masters commits anything;

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.session.nodes.cut_command import CutAnswer
 from dcp.stream.producer import Producer
-from failover.replication.cuts.cut_leader import CutLeader
+from failover.replication.cuts.cut_leader import (
+    IDLE_NS,
+    SILENT_NS,
+    CutEffect,
+    CutLeader,
+    Due,
+    HangUp,
+    LedCuts,
+    Say,
+)
 from failover.replication.cuts.cut_member import LED_NS, CutMember
+from failover.replication.effects import Dial
 from failover.rules.cut import DRAW_NS_MAX, HOLD_NS_MAX, Ask
 from support.copies import Copies, CopyNode, put
 from vbucket.engine.cut import UNCOVERED, Cut
@@ -122,3 +133,49 @@ def test_all_go_on_from_what_a_right_clock_has_closed() -> None:
     leader.finish()
     ask, _ = leader.begin(["m2", "m3"], 2, 40 * S, 0)
     assert (ask.clock_ns, ask.time) == (40 * S, 900 * S | 0xFFFF)
+
+
+def named(effects: list[CutEffect]) -> list[tuple[str, str]]:
+    """Return what a shell has to do, without the bytes."""
+    found = []
+    for effect in effects:
+        name = type(effect).__name__
+        if isinstance(effect, Say):
+            name = f"say {effect.data[24]}"
+        found.append((name, "" if isinstance(effect, Due) else effect.member))
+    return found
+
+
+def test_a_leader_keeps_connections_while_it_is_asked_for_cuts() -> None:
+    """It dials all, asks for clocks first, ends who is silent, and all when nobody asks."""
+    copies = Copies("a")
+    copies.rest()
+    core, hub = copies.a.core, copies.a.core.master.cuts._hub
+    led = LedCuts(core, copies.a.engine, hub, "m1", 7)
+    members, at_ns = {"m1", "m2", "m3"}, copies.now_ns
+    assert led.draw(at_ns, at_ns, members) == [], "nobody asks"
+    hub.cutting[Producer(b"follower", copies.a.engine, hub, lambda: None)] = None
+    first = led.draw(at_ns, at_ns, members)
+    assert named(first) == [("Dial", "m2"), ("Dial", "m3"), ("Due", "")]
+    led.connected("m2")
+    assert led.lost(at_ns, "m3") == []
+    assert named(led.draw(at_ns, at_ns, members)) == [("say 0", "m2"), ("Due", "")]
+    led.answered(at_ns, at_ns, "m2", CutAnswer(led._leader.number, at_ns, 0, ""))
+    drawn = led.draw(at_ns, at_ns, members)
+    assert named(drawn) == [("say 1", "m2"), ("Due", "")]
+    assert led.draw(at_ns, at_ns, members) == [], "one after the other"
+    done = led.answered(at_ns, at_ns, "m2", CutAnswer(led._leader.number, at_ns, 0, ""))
+    assert named(done) == [("say 2", "m2")]
+    led.draw(at_ns, at_ns, members)
+    due = next(each for each in drawn if isinstance(each, Due))
+    assert led.late(at_ns, due.ask) == [], "it is an earlier one"
+    late_ns = at_ns + SILENT_NS
+    assert led._leader.ask is not None
+    led.late(late_ns, led._leader.ask)
+    later = named(led.draw(late_ns, late_ns, members))
+    assert later[:3] == [("HangUp", "m2"), ("Dial", "m2"), ("Dial", "m3")]
+    hub.cutting.clear()
+    assert led.draw(late_ns, late_ns, members) == []
+    idle_ns = late_ns + IDLE_NS
+    assert led.draw(idle_ns, idle_ns, members) == [HangUp("m2"), HangUp("m3")]
+    assert Dial("m2") not in led.draw(idle_ns, idle_ns, members)
