@@ -258,6 +258,15 @@ def older_records(view: ClusterView) -> list[OlderRecord]:
     return [OlderRecord(vb_id, frozenset(members)) for vb_id, members in sorted(found.items())]
 
 
+def knows_newer_collections(view: ClusterView) -> frozenset[str]:
+    """Return the members where a newer list of collections is in force than the store has. A master
+    that has not seen that list serves no partition whose changes tell of it.
+    """
+    uid = 0 if view.manifest is None else view.manifest.content.uid
+    told = view.collections.items()
+    return frozenset(member for member, stored in told if stored.content.uid > uid)
+
+
 def _needed(view: ClusterView, record: ReplicationRecord) -> int:
     setting = None if view.cluster is None else view.cluster.content.min_in_sync
     return min_in_sync_of(setting, record.counted_copies)

@@ -12,7 +12,7 @@ import pytest
 
 from clients.errors import DcpdError
 from dcp.server.cluster.joining.enrolment import EnrolmentError, join_cluster
-from dcp.server.cluster.operators.cluster_status import _unwritable_elsewhere
+from dcp.server.cluster.operators.cluster_status import _age_problems, _unwritable_elsewhere
 from dcp.server.cluster.receipt_files import (
     DISCARD_FOLDER,
     FORMER_DISCARD_FOLDER,
@@ -22,13 +22,24 @@ from dcp.server.cluster.receipt_files import (
 )
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
-from failover.coordinator.records import FiguresRecord, MemberRecord
+from failover.coordinator.records import (
+    ClusterKeys,
+    CollectionsRecord,
+    FiguresRecord,
+    KeyKind,
+    ManifestRecord,
+    MemberRecord,
+    encode_record,
+)
+from failover.coordinator.view import ClusterView
+from failover.metadata.metastore import KeyValue
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from failover.rules.replication_record import create
 from support.cluster_here import PARTITIONS, ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
 from vbucket.model.ids import ids_in
+from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.model.receipt import CutOff, ElectionLoss
 
 
@@ -69,6 +80,27 @@ def test_partitions_of_others_that_take_no_writes(in_sync: str, told: int, expec
     assert _unwritable_elsewhere(view, "b") == 0  # its own are counted elsewhere
     del view.alive["b"]
     assert _unwritable_elsewhere(view, "a") == 0  # without a living master they are, too
+
+
+def test_a_store_with_an_older_list_of_collections_is_named() -> None:
+    keys, view = ClusterKeys(b"/"), ClusterView(ClusterKeys(b"/"))
+    two = INITIAL_MANIFEST.create_collection("_default", "a").create_collection("_default", "b")
+    put = KeyValue(
+        keys.of_member(KeyKind.COLLECTIONS, "a"),
+        encode_record(CollectionsRecord(member="a", uid=two.uid)), 1, 5, 1,
+    )  # fmt: skip
+    lists = [
+        KeyValue(keys.manifest, encode_record(ManifestRecord.of(each)), 1, 6, 1)
+        for each in (two.drop_collection("_default", "a"), two)
+    ]
+    own: Any = SimpleNamespace(is_store_emptied=False, older_since_s=0.0)
+    for newer in lists:
+        view.replace([put, newer], 6)
+        assert [*_age_problems(view, own)] == []
+    view.start_over([put], 5)
+    (problem,) = _age_problems(view, own)
+    assert "an older list of collections than is in force on node a" in problem.what
+    assert "meta restore" in problem.try_this
 
 
 async def test_roles_and_lags(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ class Clock:
 
     def monotonic_ns(self) -> int:
         """Return the time since some moment in the past."""
-        now_ns = self._world.now_ns
-        return self._boot_ns + now_ns + now_ns * self._host.drift_ppm // PPM
+        now_ns, drift_ppm = self._world.now_ns, self._host.drift_ppm
+        return self._boot_ns + now_ns + (now_ns * drift_ppm // PPM if drift_ppm else 0)
 
     def wall_ns(self) -> int:
         """Return Unix time, as this machine believes it."""

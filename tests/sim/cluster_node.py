@@ -90,6 +90,11 @@ class LinkHandler:
         self.link = link
         self.side: Side | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.side is None and self.link.state is LinkState.CLOSED
+
     def connected(self, side: Side) -> None:
         self.side = side
         side.handler = self
@@ -168,6 +173,7 @@ class ClusterNode(SingleNode, NodeTurns):
         self.watch = NodeWatch(self._tell, self.engine.partitions)
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
+        self._was_noted = False
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
         if plan.cut_consumers:
             CutRounds(self, self._world.draw.getrandbits(63) | 1)
@@ -218,7 +224,10 @@ class ClusterNode(SingleNode, NodeTurns):
 
     def end_turn(self) -> None:
         """See NodeTurns."""
-        self._handlers = [item for item in self._handlers if not self._flushed(item)]
+        for handler in self._handlers:
+            handler.flush()
+        if any(handler.is_over for handler in self._handlers):
+            self._handlers = [handler for handler in self._handlers if not handler.is_over]
         self._note_masterships()
         if self.engine.keyspace.has_pending:
             self.kick()
@@ -349,11 +358,6 @@ class ClusterNode(SingleNode, NodeTurns):
         self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut, epoch))
         self.core.replica.kept(cut)
 
-    def _flushed(self, handler: LinkHandler) -> bool:
-        """Send what a link has to send; return whether it is over."""
-        handler.flush()
-        return handler.link.state is LinkState.CLOSED and handler.side is None
-
     def _dial(self, member: str) -> None:
         link = self.core.replica.links[member]
         stored = self.session.view.members.get(member)
@@ -385,12 +389,15 @@ class ClusterNode(SingleNode, NodeTurns):
 
     def _note_masterships(self) -> None:
         """Record what this node serves now."""
-        self.watch.look()
-        self.watch.windows(
+        has_changed = self.watch.look()
+        self.watch.windows([
             member
             for member, feed in self.core.master.feeds.items()
             if feed._inflight_bytes >= feed.window_bytes
-        )
+        ])  # fmt: skip
+        if self._was_noted and not has_changed:
+            return
+        self._was_noted = True
         for part in self.engine.partitions:
             if (window := part.incomplete_snapshot) is not None:
                 self._record.snapshots.add((self.name, part.vb_id, window.end))
@@ -449,6 +456,10 @@ class ClusterNode(SingleNode, NodeTurns):
             self._record.histories.append(
                 History(self._world.now_ns, self.name, vb_id, versions, part.high_seqno, {}, tail)
             )
+
+    def mastered(self) -> Iterable[int]:
+        """See Watched."""
+        return self.core.master.masterships.keys()
 
     def would_answer(self, vb_id: int) -> bool:
         """See Watched."""

@@ -13,7 +13,8 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
@@ -21,7 +22,7 @@ from clients.consumer.batch_reader import CutMeeting
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import Closed, PartitionStreamState, Wanted
+from clients.consumer.streams import Closed, PartitionStreamState, Wanted, advance
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
@@ -57,8 +58,8 @@ META_BYTES: Final = 16
 BUFFER_BYTES: Final = 32 << 10
 """Flow control window: small, so that acknowledgements matter."""
 
-Saved = tuple[bytes, dict[int, dict[bytes, bytes]], dict[int, deque[Any]]]
-"""Encoded positions, documents, and what undoes them."""
+Saved = tuple[dict[int, Position], dict[int, dict[bytes, bytes]], dict[int, deque[Any]]]
+"""Positions, documents, and what undoes them."""
 
 
 class ConsumerLink:
@@ -236,7 +237,9 @@ class SimConsumer:
         network.add(self.host)
         self.links: dict[str, ConsumerLink] = {}
         self.positions: dict[int, Position] = {}
-        self._saved: Saved = (encode_checkpoint({}), {}, {})
+        self._saved: Saved = ({}, {}, {})
+        self._is_saved = True
+        """Whether nothing has come since it saved."""
         self._store = MemoryStore()
         self._validator = StreamValidator()
         self._versions: dict[int, Log] = {}
@@ -249,9 +252,9 @@ class SimConsumer:
 
     def begin(self) -> None:
         """Start, at first or after a crash, from what was saved."""
-        raw, documents, journals = self._saved
+        positions, documents, journals = self._saved
         self.facts.receives(Begun(self.network.world.now_ns, self.name))
-        self.positions = dict(decode_checkpoint(raw))
+        self.positions = dict(decode_checkpoint(encode_checkpoint(positions)))
         self._store = MemoryStore()
         self._store._documents = {vb_id: dict(held) for vb_id, held in documents.items()}
         self._store._journals = {vb_id: journal.copy() for vb_id, journal in journals.items()}
@@ -271,11 +274,13 @@ class SimConsumer:
 
     def _save(self) -> None:
         store = self._store
-        self._saved = (
-            encode_checkpoint(self.positions),
-            {vb_id: dict(held) for vb_id, held in store._documents.items()},
-            {vb_id: journal.copy() for vb_id, journal in store._journals.items()},
-        )
+        if not self._is_saved:
+            self._is_saved = True
+            self._saved = (
+                dict(self.positions),
+                {vb_id: dict(held) for vb_id, held in store._documents.items()},
+                {vb_id: journal.copy() for vb_id, journal in store._journals.items()},
+            )
         self.host.after(self.plan.save_every_ns, self._save)
 
     def _look(self) -> None:
@@ -309,10 +314,12 @@ class SimConsumer:
         self._drain()
 
     def _drain(self) -> None:
-        while True:
-            following = [link for link in self.links.values() if link.has_streams]
-            queue = [(link, batch) for link, batch, _ in self._queue]
-            index = self._meeting.next_index(queue, following)
+        while self._queue or self._meeting.is_on:
+            index: int | None = 0
+            if self._meeting.is_on:
+                following = [link for link in self.links.values() if link.has_streams]
+                queue = [(link, batch) for link, batch, _ in self._queue]
+                index = self._meeting.next_index(queue, following)
             if index is None:
                 return
             link, batch, connection = self._queue.pop(index)
@@ -335,12 +342,13 @@ class SimConsumer:
         """Process a batch of events."""
         if not batch.events and not batch.positions:
             return
+        self._is_saved = False
         facts = self.facts
         newest: dict[int, int] = {}
         try:
-            for event in batch.events:
+            for at, event in enumerate(batch.events):
                 self._validator.observe(event)
-                self._note(event, newest)
+                self._note(event, newest, partial(self._snapshot_end, batch, at))
         except StreamViolationError as error:
             facts.problems.append(f"{self.name}: {error}")
         for event in batch.events:
@@ -349,7 +357,13 @@ class SimConsumer:
         for vb_id, seqno in newest.items():
             self._received(vb_id, seqno)
 
-    def _note(self, event: Event, newest: dict[int, int]) -> None:
+    def _snapshot_end(self, batch: Batch, at: int) -> int:
+        """Return the end of the snapshot of which it has a part before an event of a batch."""
+        positions, vb_id = dict(self.positions), batch.events[at].vb_id
+        advance(positions, batch.events[:at], batch.markers, batch.collections, batch.filter)
+        return positions.get(vb_id, Position()).snap_end
+
+    def _note(self, event: Event, newest: dict[int, int], snapshot_end: Callable[[], int]) -> None:
         """Record what an event tells; `newest` has the last change of each partition."""
         vb_id = event.vb_id
         if self._at_cut and isinstance(event, Mutation | Deletion):
@@ -367,9 +381,8 @@ class SimConsumer:
                 self._at_cut.pop(vb_id, None)
                 self._meeting.closed.pop(vb_id, None)
                 now_ns = self.network.world.now_ns
-                self.facts.receives(
-                    RolledBack(now_ns, self.name, vb_id, event.from_seqno, event.to_seqno)
-                )
+                seqnos = event.from_seqno, event.to_seqno, snapshot_end()
+                self.facts.receives(RolledBack(now_ns, self.name, vb_id, *seqnos))
             case StreamFailed():
                 self.facts.problems.append(f"{self.name}: vb {vb_id}: {event}")
 

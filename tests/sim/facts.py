@@ -35,6 +35,8 @@ class Kind(Enum):
     EXPIRE = auto()
     """No client asks for it: it is what an expiry may do, for the checkers."""
 
+    __hash__ = object.__hash__  # that of an Enum hashes its name, each time
+
 
 class Outcome(Enum):
     """What a client knows about its operation.
@@ -53,6 +55,8 @@ class Outcome(Enum):
     NO_COLLECTION = auto()
     AMBIGUOUS = auto()
     UNKNOWN = auto()
+
+    __hash__ = object.__hash__
 
 
 DEFINITE = frozenset(
@@ -252,6 +256,8 @@ class RolledBack(NamedTuple):
     vb_id: int
     from_seqno: int
     to_seqno: int
+    snap_end: int = 0
+    """The end of the snapshot of which it had a part; 0: of none."""
 
 
 class Excuse(NamedTuple):

@@ -10,7 +10,8 @@ What it sees goes into the facts; `sim.checkers.membership` has the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from failover.rules.history import FailoverLog
@@ -33,6 +34,9 @@ class Watched(Protocol):
     name: str
     member: str
     engine: Engine
+
+    def mastered(self) -> Iterable[int]:
+        """Return the partitions of which it may be master."""
 
     def note_tail(self, vb_id: int) -> None:
         """Record what is not committed."""
@@ -144,6 +148,8 @@ class InSyncWatch:
     def _look_at(self, vb_id: int) -> None:
         claim = self._claims[vb_id]
         record = self._record_of(vb_id)
+        if all(self._has_all(member, vb_id, claim) for member in record.isr):
+            return  # as nearly always
         for member in sorted(record.isr):
             held = self._held(member, vb_id)
             if held is None:
@@ -165,6 +171,14 @@ class InSyncWatch:
                         claim.node, claim.vb_uuid, claim.seqno,
                     )
                 )  # fmt: skip
+
+    def _has_all(self, member: str, vb_id: int, claim: Claim) -> bool:
+        """Whether a member whose newest version is that of a claim has all of it."""
+        found = self._machines.get(member)
+        if found is None:
+            return False
+        part = found[1].engine.partitions[vb_id]
+        return part.vb_uuid == claim.vb_uuid and part.synced_seqno >= claim.seqno
 
     def _held(self, member: str, vb_id: int) -> Held | None:
         """Return what a member has on its disk: what its process had synced, if that has ended."""
@@ -190,7 +204,8 @@ class InSyncWatch:
         for vb_id in touched:
             for node in nodes:
                 node.note_tail(vb_id)
-        for vb_id in range(self._partitions):
+        mastered = Counter(vb_id for node in nodes for vb_id in node.mastered())
+        for vb_id in sorted(vb_id for vb_id, masters in mastered.items() if masters > 1):
             answering = tuple(node.name for node in nodes if node.would_answer(vb_id))
             if len(answering) > 1:
                 facts.overlaps.append(Overlap(self._world.now_ns, vb_id, answering))
@@ -202,13 +217,17 @@ class InSyncWatch:
         for machine, node in self._machines.values():
             if machine.node is not node or machine.host.is_paused:
                 continue
-            for vb_id, connection in node.open_streams():
-                epoch, master, since_ns = self._masters.get(vb_id, (0, "", 0))
-                part = node.engine.partitions[vb_id]
-                own_epoch = part.leader_epoch
-                if self._reads_copies and part.state == VbState.REPLICA:
+            partitions = node.engine.partitions
+            replaced = {
+                vb_id
+                for vb_id, (epoch, master, _) in self._masters.items()
+                if master != machine.name and epoch > partitions[vb_id].leader_epoch
+            }
+            for vb_id, connection in node.open_streams() if replaced else ():
+                if self._reads_copies and partitions[vb_id].state == VbState.REPLICA:
                     continue  # whoever reads from copies may wait for one that is cut off
-                if master != machine.name and epoch > own_epoch:
+                if vb_id in replaced:
+                    _, master, since_ns = self._masters[vb_id]
                     facts.kept.append(
                         Kept(now_ns, machine.name, vb_id, connection, master, since_ns)
                     )

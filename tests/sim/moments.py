@@ -8,6 +8,7 @@ makes no events, so a run is the same whether anybody reads them. `sim.reached` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from failover.rules.replication_record import ReplicationRecord
@@ -16,6 +17,9 @@ from vbucket.engine.partition import Partition, VbState
 STORE: Final = "store"
 """Who tells of records: the metadata store."""
 
+_STATE: Final = attrgetter(
+    "state", "leader_epoch", "vb_uuid", "incomplete_snapshot", "purge_seqno", "high_seqno"
+)
 Tell = Callable[[str, str, int], None]
 """Tells a kind, words and a partition of one node."""
 
@@ -85,23 +89,22 @@ class NodeWatch:
 
     def __init__(self, tell: Tell, partitions: Iterable[Partition]) -> None:
         self._tell = tell
-        self._seen = [(part, *_state_of(part), part.high_seqno) for part in partitions]
+        self._parts = tuple(partitions)
+        self._seen = [*map(_STATE, self._parts)]
         self._full: set[str] = set()
         """Members whose windows are full."""
 
-    def look(self) -> None:
-        """Tell what changed."""
-        for at, seen in enumerate(self._seen):
-            part = seen[0]
-            high_seqno = part.high_seqno
-            state = _state_of(part)
-            if high_seqno == seen[-1] and state == seen[1:-1]:
-                continue
-            self._seen[at] = (part, *state, high_seqno)
-            if high_seqno < seen[-1]:
-                self._rolled_back(part, seen[-1])
-            if state != seen[1:-1]:
-                self._changed(part, *seen[1:-1])
+    def look(self) -> bool:
+        """Tell what changed; return whether anything did."""
+        seen, self._seen = self._seen, [*map(_STATE, self._parts)]
+        if seen == self._seen:
+            return False
+        for part, before, now in zip(self._parts, seen, self._seen, strict=True):
+            if now[-1] < before[-1]:
+                self._rolled_back(part, before[-1])
+            if now[:-1] != before[:-1]:
+                self._changed(part, *before[:-1])
+        return True
 
     def _rolled_back(self, part: Partition, from_seqno: int) -> None:
         to_seqno = part.high_seqno
@@ -139,22 +142,18 @@ class NodeWatch:
     def cut_off(self, vb_ids: Iterable[int], why: str) -> None:
         """Snapshots of these partitions that are under way do not go on for now."""
         for vb_id in vb_ids:
-            if (window := self._seen[vb_id][0].incomplete_snapshot) is not None:
+            if (window := self._parts[vb_id].incomplete_snapshot) is not None:
                 self._tell("snapshot cut off", f"{why} within a snapshot up to {window.end}", vb_id)
 
     def windows(self, full: Iterable[str]) -> None:
         """Tell of members whose windows are full now, and were not before."""
-        now = set(full)
+        now = {*full}
+        if now == self._full:
+            return
         for member in sorted(now - self._full):
             text = f"has as much under way to {short(member)} as it may"
             self._tell("window full", text, -1)
         self._full = now
-
-
-def _state_of(part: Partition) -> tuple[VbState, int, int, object, int]:
-    return (
-        part.state, part.leader_epoch, part.vb_uuid, part.incomplete_snapshot, part.purge_seqno
-    )  # fmt: skip
 
 
 def _where(part: Partition) -> str:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from sim.checkers.histories import PURGE
+from sim.checkers.histories import PURGE, explains
 from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
 from sim.moments import STORE, Moment, short
 
@@ -182,12 +182,8 @@ def _causes(event: RolledBack, excuses: Iterable[Excuse]) -> set[str]:
         if excuse.kind in _BY_CAUSE
         and excuse.vb_id == event.vb_id
         and excuse.at_ns <= event.at_ns
-        and (
-            event.to_seqno == 0 and event.from_seqno < excuse.to_seqno
-            if excuse.kind == PURGE
-            else excuse.to_seqno < event.from_seqno
-        )
-    }  # fmt: skip
+        and explains(excuse, event)
+    }
 
 
 def table(found: Counter[str]) -> str:

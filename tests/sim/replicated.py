@@ -171,6 +171,7 @@ class ReplicatedNodes:
                 self._testimonies,
                 self._all_run,
                 self._are_unproven,
+                self._collections_uid,
             ),
         )
         self.operator: Operator | None = None
@@ -317,6 +318,11 @@ class ReplicatedNodes:
     def _are_unproven(self) -> bool:
         nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
         return any(isinstance(node, ClusterNode) and node.core.unproven for node in nodes)
+
+    def _collections_uid(self) -> int:
+        nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
+        uids = (n.engine.keyspace.manifest.uid for n in nodes if isinstance(n, ClusterNode))
+        return max(uids, default=0)
 
     def _all_run(self) -> bool:
         machines = dict.fromkeys(self._machines.values())

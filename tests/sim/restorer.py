@@ -13,7 +13,13 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
-from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
+    ManifestRecord,
+    decode_partition,
+    decode_record,
+)
 from failover.coordinator.seen_records import older_records, reports_in, why_not_elected
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
@@ -41,6 +47,8 @@ class Nodes(NamedTuple):
     """Whether every node runs whose folder is not lost."""
     are_unproven: Callable[[], bool]
     """Whether a master that runs does not know whether another one was elected since."""
+    collections_uid: Callable[[], int]
+    """Of the newest list of collections that is in force on one of those that run."""
 
 
 class Restorer:
@@ -65,7 +73,7 @@ class Restorer:
 
     def _look(self) -> None:
         views = self._nodes.views()
-        if any(older_records(view) for view in views):
+        if any(older_records(view) for view in views) or self._lacks_collections():
             self._restore(accepts_loss=False)
         waits = any(map(_waits_for_silent, views)) or self._nodes.are_unproven()
         self._waited_ns = self._waited_ns or self._world.now_ns if waits else 0
@@ -73,6 +81,13 @@ class Restorer:
         if self.is_tidying and self._nodes.all_run() and is_long:
             self._restore(accepts_loss=True)
         self._world.after(LOOK_NS, self._look)
+
+    def _lacks_collections(self) -> bool:
+        """Whether the store has an older list of collections than a node that runs."""
+        found = self._nodes.store().apply(self._world.now_ns, Range(KEYS.manifest))
+        assert isinstance(found, RangeResult)
+        uids = [decode_record(item, ManifestRecord).uid for item in found.items]
+        return self._nodes.collections_uid() > max(uids, default=0)
 
     def _restore(self, *, accepts_loss: bool) -> None:
         """Build records anew, as far as that is possible."""

@@ -14,9 +14,9 @@ from sim.decoded import Decoder
 from sim.run import Options, Report, run_seed
 from sim.world import Trace
 
-GC_THRESHOLDS: Final = (20_000, 20, 50)
-"""The garbage collector looks less often, and passes over what was imported: that takes a tenth of
-the time."""
+GC_THRESHOLDS: Final = (400_000, 20, 50)
+"""The garbage collector looks when a seed is over, and passes over what was imported: else it takes
+a tenth of the time."""
 AHEAD: Final = 4
 """Seeds of each process that are begun before their turn to be told."""
 
@@ -28,6 +28,8 @@ def attempt(seed: int, options: Options, *, trace: bool = False) -> Report:
         return run_seed(seed, options, lines)
     except Exception:  # noqa: BLE001 - whatever it is, the seed is told
         return Report(seed, [traceback.format_exc()], 0, 0, 0, 0, {}, "", (CRASH,))
+    finally:
+        gc.collect(0)  # all of the run
 
 
 def collect_less() -> None:

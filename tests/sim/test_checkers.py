@@ -139,6 +139,11 @@ class TestRollbacks:
     event = RolledBack(10, "w1", 0, 8, 5)
     to_zero = event._replace(to_seqno=0)
 
+    @pytest.mark.parametrize(("snap_end", "is_allowed"), [(13, True), (12, False), (0, False)])
+    def test_a_part_of_a_snapshot_that_history_cut(self, snap_end: int, is_allowed: bool) -> None:
+        events = [self.to_zero._replace(snap_end=snap_end)]
+        assert (histories.rollbacks(events, [Excuse(9, 0, 12, "branch")]) == []) is is_allowed
+
     @pytest.mark.parametrize(
         "excuse", [Excuse(9, 0, 5, "branch"), Excuse(9, 0, 7, "unclean election")]
     )

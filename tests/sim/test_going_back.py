@@ -74,6 +74,25 @@ def test_masters_go_on_beside_an_older_store() -> None:
     scenario.passes()
 
 
+def test_collections_that_the_copy_lacks_are_recorded_again() -> None:
+    """Else a node that was down serves no partition whose changes tell of them."""
+    scenario = Scenario()
+    names = [each.name for each in scenario.machines]
+    put_back = scenario.cluster.copy_store()
+    assert put_back is not None
+    behind = scenario.machine(scenario.replicas()[0])
+    behind.kill()
+    scenario.cluster.change_collections()
+    uids = [scenario.node(name).engine.keyspace for name in names if name != behind.name]
+    scenario.until(lambda: all(keyspace.manifest.uid == 1 for keyspace in uids))
+    put_back()  # no partition has a newer record
+    behind.start()
+    scenario.run_for(3)
+    scenario.want(0, behind.name)
+    scenario.until(lambda: scenario.node(behind.name).serves(0))
+    scenario.passes()
+
+
 def test_a_restart_of_the_store_costs_nothing() -> None:
     scenario = Scenario()
     before = [scenario.record(vb_id) for vb_id in range(4)]

@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from clients.consumer.streams import Batch
+from clients.event import Deletion, Rollback, SnapshotStart, StreamOpened
+from clients.position import Position
 from sim.checkers import histories, linearizable, replica_reads
 from sim.checkers.expiries import Expiries
 from sim.checkers.falling import Change, falls
@@ -21,10 +24,25 @@ from sim.facts import (
     fingerprint,
 )
 from sim.plan import Plan, drawn
+from sim.run import Options, Simulation
 from sim.world import SECOND
 
 A, B = 0xA, 0xB
 """Two versions."""
+
+
+def test_a_consumer_tells_of_which_snapshot_it_had_a_part() -> None:
+    simulation = Simulation(1, Options())
+    consumer = simulation.consumers[0]
+    consumer.begin()
+    log = ((A, 0),)
+    events = [
+        StreamOpened(0, log, 0), SnapshotStart(0, 1, 20, 2), Deletion(0, b"k", 11, 1, 1),
+        Rollback(0, 0, 0, 11, "cut", log),
+    ]  # fmt: skip
+    consumer._take(Batch(events, {0: Position()}, 0, {}))
+    assert simulation.facts.problems == []
+    assert [event[3:] for event in simulation.facts.rolled_back] == [(11, 0, 20)]
 
 
 def plan(*faults: str) -> Plan:

@@ -167,7 +167,7 @@ def rollbacks(rolled_back: Iterable[RolledBack], excuses: Sequence[Excuse]) -> l
             for excuse in excuses
             if excuse.vb_id == event.vb_id
             and excuse.at_ns <= event.at_ns
-            and _explains(excuse, event)
+            and explains(excuse, event)
         ]
         if not causes:
             problems.append(
@@ -206,8 +206,10 @@ def not_rolled_back(
     return problems
 
 
-def _explains(excuse: Excuse, event: RolledBack) -> bool:
-    """Whether a rollback may come from a cut of history, or from a purge that it was below."""
+def explains(excuse: Excuse, event: RolledBack) -> bool:
+    """Whether a rollback may come from a cut of history, or from a purge that it was below. Who has
+    a part of a snapshot loses it if the cut is below the snapshot's end.
+    """
     if excuse.kind == PURGE:
         return event.to_seqno == 0 and event.from_seqno < excuse.to_seqno
-    return excuse.to_seqno < event.from_seqno
+    return excuse.to_seqno < max(event.from_seqno, event.snap_end)

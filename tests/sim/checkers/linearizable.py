@@ -190,6 +190,8 @@ class _Expansion:
         self._is_one = False
         self._count = 0
         self._level: list[Configuration] = []
+        self._after: dict[State, list[tuple[int, State]]] = {}
+        """State -> the writes without an answer that change it, and what each makes of it."""
 
     def run(
         self, configurations: Iterable[Configuration], *, is_one: bool = False
@@ -222,11 +224,19 @@ class _Expansion:
                 after = step(state, operation)
                 if after is not None:
                     self._add(after, taken | {other}, used)
-        for other, operation in self._ambiguous.items():
+        changes = self._after.get(state)
+        if changes is None:
+            changes = self._after[state] = self._changes_of(state)
+        for other, after in changes:
             if other not in used and self._twins.get(other, -1) in {-1, *used}:
-                after = applied(state, operation)
-                if after is not None and after != state:
-                    self._add(after, taken, used | {other})
+                self._add(after, taken, used | {other})
+
+    def _changes_of(self, state: State) -> list[tuple[int, State]]:
+        return [
+            (other, after)
+            for other, operation in self._ambiguous.items()
+            if (after := applied(state, operation)) is not None and after != state
+        ]
 
     def _next_writes(self, taken: frozenset[int]) -> list[tuple[int, Operation]]:
         """Return the writes that may be next: all of them, or the one that seqnos tell."""

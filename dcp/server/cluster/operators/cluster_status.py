@@ -35,6 +35,8 @@ from dcp.server.operate.reports import KnownVersion
 from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.seen_records import (
     META_RESTORE,
+    knows_newer_collections,
+    names_of,
     older_records,
     older_text,
     reports_in,
@@ -129,6 +131,13 @@ def _age_problems(view: ClusterView, own: OwnTroubles) -> Iterator[_Problem]:
             older_text(view, older) + known,
             f"`{META_RESTORE}` builds the records anew from what the nodes have. Start all nodes "
             "before",
+        )
+    if not own.is_store_emptied and (newer := knows_newer_collections(view)):
+        yield _Problem(
+            "the metadata store has an older list of collections than is in force on node "
+            f"{names_of(view, newer)}: it went back to a copy. Other nodes may not serve what they "
+            "become master of",
+            f"`{META_RESTORE}` records the newest list again",
         )
 
 
