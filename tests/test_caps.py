@@ -65,6 +65,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "dcpctl starts in less time, and a full output is an error": Feature(0, 20),
     "lag of what is not acknowledged, versions of streams, own rates": Feature(1, 140),
     "documents as of a moment": Feature(1, 111),
+    "new clusters that begin with all of their nodes": Feature(1, 250),
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 332),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),

@@ -17,9 +17,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -61,7 +61,7 @@ class DcpCluster:
         token = self.data / "token"
         shared = (
             "--cluster-token-file", str(token), "--cluster-copies", str(self.copies),
-            "--test-mode", "on", *arguments,
+            "--cluster-nodes", str(nodes), "--test-mode", "on", *arguments,
         )  # fmt: skip
         self.nodes = {
             name: DcpServer(
@@ -77,15 +77,9 @@ class DcpCluster:
         with ExitStack() as undo:
             undo.callback(self.close)
             self.data.mkdir(parents=True, exist_ok=True)
-            first, *others = self.nodes.values()
-            first.start()
-            with ThreadPoolExecutor(max(1, len(others))) as pool:
-                list(pool.map(DcpServer.start, others))
+            nodes = self.nodes.values()
+            start_together([node.start for node in nodes], self._end_starts)
             self.wait_until_in_sync()
-            if self.copies < len(self.nodes):  # the node that came last may have nothing yet
-                self._any().ask("POST", "/api/v1/cluster/rebalance", {})
-                self._until("the copies are spread", lambda: not self.status()["plan"])
-                self.wait_until_in_sync()
             undo.pop_all()
         return self
 
@@ -105,6 +99,11 @@ class DcpCluster:
                 node.kill()
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def _end_starts(self) -> None:
+        for node in self.nodes.values():
+            with suppress(AssertionError, ProcessLookupError):  # it has ended, or did not begin
+                os.kill(node.pid, signal.SIGKILL)
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -281,8 +280,7 @@ class DcpCluster:
         alive = {node["name"] for node in status["nodes"] if node["is_alive"]}
         copies = str(min(self.copies, len(running)))
         is_level: bool = status["in_sync_sizes"] == {copies: status["partitions"]}
-        is_done = is_level and running <= alive and not status["plan"]
-        return is_done and None not in self.masters().values()
+        return is_level and running <= alive and not status["plan"] and not status["without_master"]
 
     def _until_others_serve(self, name: str) -> None:
         if name != next(iter(self.nodes)):  # the metadata store is in the first one
@@ -320,6 +318,20 @@ class DcpCluster:
         raise ClusterWaitError(
             f"{what}: not within {WAIT_S:.0f} s{why}", hint=f"The logs are in {self.data}."
         )
+
+
+def start_together(starts: Sequence[Callable[[], None]], end_all: Callable[[], None]) -> None:
+    """Start nodes at the same time. If one does not start, end the others, which may wait for it,
+    and raise what that one raised.
+    """
+    with ThreadPoolExecutor(len(starts)) as pool:
+        running = [pool.submit(start) for start in starts]
+        done, waiting = wait(running, return_when=FIRST_EXCEPTION)
+        failed = next((error for each in done if (error := each.exception())), None)
+        if waiting:
+            end_all()
+    if failed is not None:
+        raise failed
 
 
 def _is_stopped(pid: int) -> bool:

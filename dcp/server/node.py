@@ -271,6 +271,7 @@ class Node:
             self._config.publish(self.ports)
             return
         from dcp.server.cluster.joining.becoming_member import own_record
+        from dcp.server.cluster.joining.founding import found
         from dcp.server.cluster.peer_repair import PeerRepair
 
         repair = PeerRepair(
@@ -279,6 +280,8 @@ class Node:
         self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
+        nodes = self._settings.cluster_nodes
+        self._tasks.begin(found(replicated, self.about.data_dir, nodes, self._log))
 
     async def _open_cluster(self) -> None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the

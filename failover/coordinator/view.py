@@ -193,6 +193,12 @@ class ClusterView:
         item = self._items.get(key)
         return item.mod_revision if item is not None else 0
 
+    def saw_creation(self, item: KeyValue) -> bool:
+        """Whether a key was made after this process had read all keys over its present connection,
+        and has not changed since: no earlier process can have acted by it.
+        """
+        return self.begun_revision < item.create_revision == item.mod_revision
+
     def item(self, key: bytes) -> KeyValue | None:
         """Return a key as the store has it; None if it does not exist."""
         return self._items.get(key)

@@ -257,7 +257,8 @@ class ReplicationCore:
             return
         # An old epoch of a store that was set back is not the first one: a later one, which began
         # before this process, would make it master.
-        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
+        is_new = self._session.view.saw_creation(stored.item)
+        first_epoch = self._first_epochs.setdefault(vb_id, 0 if is_new else record.epoch)
         self._distrusted.pop(vb_id, None)
         self.records[vb_id] = stored
         self._followed_masters = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dcp.server.storage.folder import FolderError
 from failover.metadata.keyring import Keyring
 from failover.metadata.metastore import StoreRequest
 from memory.meta_store import MemoryMetaStore
-from support.cluster_here import node_here
+from support.cluster_here import node_here, until
 
 
 class Store(MemoryMetaStore):
@@ -67,6 +68,23 @@ async def test_token_file_that_failed_is_written_by_a_later_start(
     token = ClusterToken.from_text(token_file.read_text())
     assert identity.cluster == made.cluster
     assert (token.cluster, token.secret) == (made.cluster, made.secret)
+
+
+async def test_a_node_waits_for_its_token_file_and_says_so(
+    tmp_path: Path, access: MetaAccess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    token_file = tmp_path / "token"
+    async with node_here(tmp_path / "a", {}) as founder, node_here(tmp_path / "b", {}) as node:
+        joins = newcomer(node, token_file)
+        settings = msgspec.structs.replace(joins.settings, cluster="join", node_name="b")
+        joining = asyncio.create_task(
+            entered(joins._replace(settings=settings), lambda _file: access)
+        )
+        await until(lambda: "waiting for the token file" in caplog.text)
+        made = await start(founder, token_file, access)
+        identity, _ = await joining
+    assert identity.cluster == made.cluster
 
 
 async def test_a_member_starts_without_its_token_file_and_says_so(

@@ -167,6 +167,9 @@ class Plan(NamedTuple):
     commit_timeout_ns: int = 2000 * MS
     lease_s: int = LEASE_TTL_S
     """Of a node's membership in the metadata store."""
+    founded_ns: int = 0
+    """How long nodes run before the records of partitions are created
+    (`dcp.server.cluster.joining.founding`); 0: they are there before."""
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""

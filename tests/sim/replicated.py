@@ -261,11 +261,10 @@ class ReplicatedNodes:
         plan = self._setting.plan
         members = list(self._members.values())
         puts = [_member_put(member, name) for name, member in self._members.items()]
-        for vb_id in range(plan.partitions):
-            holders = members if self.operator is None else members[:-1]  # the last one is new
-            copies = [holders[(vb_id + at) % len(holders)] for at in range(plan.copies)]
-            stored = StoredPartition(create(copies), "made")
-            puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
+        if plan.founded_ns:
+            self._world.after(plan.founded_ns, self._create_partitions, members)
+        else:
+            puts += self._partition_puts(members)
         returns_s = 0.0 if self.operator is None else MASTERS_RETURN_S
         cluster = ClusterRecord(
             copies=plan.copies, min_in_sync=plan.min_in_sync, masters_return_s=returns_s
@@ -277,6 +276,19 @@ class ReplicatedNodes:
         self.restorer.begin()
         if self.operator is not None:
             self.operator.begin()
+
+    def _partition_puts(self, members: list[str]) -> list[Put]:
+        puts, plan = [], self._setting.plan
+        for vb_id in range(plan.partitions):
+            holders = members if self.operator is None else members[:-1]  # the last one is new
+            copies = [holders[(vb_id + at) % len(holders)] for at in range(plan.copies)]
+            stored = StoredPartition(create(copies), "made")
+            puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
+        return puts
+
+    def _create_partitions(self, members: list[str]) -> None:
+        self.store.apply(self._world.now_ns, Txn((), tuple(self._partition_puts(members))))
+        self._records.follow(self._world.now_ns, self.store)
 
     def mend(self) -> None:
         """See Cluster."""

@@ -184,7 +184,7 @@ class Simulation:
             self.machines[0].end_inside(abs(self._crash), share)
             self.world.after(RESTART_NS, self._start_again)
         self._start_machines()
-        if self.plan.waits_for_masters:
+        if self.plan.waits_for_masters or self.plan.founded_ns:
             self._wait(self._are_all_served, "a partition has no master")
         for client in (*self.clients, *self._probers):
             client.begin()

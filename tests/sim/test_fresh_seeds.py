@@ -24,6 +24,15 @@ def test_a_seed_of_today_passes(at: int) -> None:
     assert violations == [], f"a story, and a smaller run: {replay_command(seed, options)}"
 
 
+@pytest.mark.parametrize("at", range(3))
+def test_a_cluster_that_nodes_see_founded_passes(at: int) -> None:
+    """Their first records name masters, which serve without an election."""
+    seed = base_of(datetime.now(tz=UTC)) + at
+    options = Options(nodes=3, changes=(("founded_ns", str(300_000_000 + at * 100_000_000)),))
+    violations = run_seed(seed, options).violations
+    assert violations == [], f"a story, and a smaller run: {replay_command(seed, options)}"
+
+
 def test_each_day_has_its_seeds() -> None:
     first, second = datetime(2026, 11, 28, tzinfo=UTC), datetime(2026, 11, 29, tzinfo=UTC)
     assert base_of(first) == 20261128000

@@ -270,7 +270,9 @@ class ClusterHere:
         )  # fmt: skip
         meta = self.meta.client()
         if copies:
-            wanted = NewCluster(copies, None)
+            nodes = self._settings.get("cluster_nodes", 1)
+            assert isinstance(nodes, int), "as the setting says"
+            wanted = NewCluster(copies, None, nodes)
             await found_cluster(meta, self._root, node.engine, member, wanted, node._users.text)
         else:
             await join_cluster(meta, self._root, node.engine, member)

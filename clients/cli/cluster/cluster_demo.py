@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -36,7 +37,7 @@ import click
 from clients.cli.cluster.demo_etcd import PORTS_FILE, DemoEtcd
 from clients.cli.output import write_json, write_raw
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
-from clients.testing.cluster import DcpCluster
+from clients.testing.cluster import DcpCluster, start_together
 from clients.testing.control import ControlServer
 
 STATE_FILE: Final = "demo.json"
@@ -146,9 +147,13 @@ def run_demo(
             with told_while_it_takes(_tell, "etcd starts", folder / "etcd.log"):
                 etcd.start()
             store = ("--cluster-meta", etcd.url)
-        for number, node in enumerate(nodes):
-            way = ("--cluster", "init", *store) if number == 0 else ("--cluster", "join")
-            node.start(*way, "--cluster-token-file", str(token), "--cluster-copies", str(copies))
+        shared = (
+            "--cluster-token-file", str(token), "--cluster-copies", str(copies),
+            "--cluster-nodes", str(len(nodes)),
+        )  # fmt: skip
+        ways = [("--cluster", "init", *store), *[("--cluster", "join")] * (len(nodes) - 1)]
+        starts = [partial(node.start, *way, *shared) for node, way in zip(nodes, ways, strict=True)]
+        start_together(starts, partial(_kill, nodes))
         _note(folder, nodes)
         _wait_until_served(nodes, timeout_s)
         url = EMBEDDED if etcd is None else etcd.url
@@ -342,6 +347,12 @@ def _keep(folder: Path, nodes: list[_DemoNode], *, is_json: bool) -> None:
 def _was_killed(node: _DemoNode) -> bool:
     """Whether a signal ended a node; otherwise it ended by itself, and would do so again."""
     return node.process is not None and (node.process.returncode or 0) < 0
+
+
+def _kill(nodes: list[_DemoNode]) -> None:
+    for node in nodes:
+        if node.process is not None:
+            node.process.kill()
 
 
 def _stop(nodes: list[_DemoNode]) -> None:

@@ -65,6 +65,17 @@ class Settings(ServerSettings, frozen=True, kw_only=True):
             4,
         ),
     ] = 3
+    cluster_nodes: Annotated[
+        int,
+        Option(
+            "Nodes that a cluster which --cluster init makes waits for. Its partitions then have "
+            "copies and masters on all of them from the start. All of their folders are empty.",
+            read_count,
+            "COUNT",
+            1,
+            64,
+        ),
+    ] = 1
     node_name: Annotated[
         str | None,
         Option("Name of this node when it becomes a member.", read_host_or_none, "NAME"),

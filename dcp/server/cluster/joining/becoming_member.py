@@ -10,6 +10,7 @@ file that is missing is written again, because nodes that join may wait for it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import secrets
@@ -42,10 +43,12 @@ from dcp.server.cluster.joining.enrolment import (
     check_new,
     check_store,
     found_cluster,
+    is_pristine,
     join_cluster,
     running_members,
     withdraw,
 )
+from dcp.server.cluster.joining.founding import begin_founding
 from dcp.server.cluster.joining.link_try import PATIENCE_LEASES, LinkRequest, LinkTrial
 from dcp.server.cluster.joining.newcomer_door import open_door
 from dcp.server.cluster.meta_access import (
@@ -142,6 +145,9 @@ def address_of(settings: Settings, port: int) -> str:
 
 
 CLUSTER_ID_BYTES = 16
+TOKEN_WAIT_S: Final = 30.0
+"""How long a node that joins waits for its token file."""
+TOKEN_LOOK_S: Final = 0.02
 Gate = AbstractAsyncContextManager[None]
 """Entered before anything is checked that changes could make wrong (EnrolmentGate)."""
 _NOBODY_CHANGES: Gate = nullcontext()
@@ -194,6 +200,12 @@ async def init_cluster(
     After it the gate stays closed; the caller restarts the node.
     """
     content = _content_of_new(newcomer, wanted, meta, name, rack, draw)
+    if wanted.nodes > 1 and not is_pristine(newcomer.engine):
+        raise EnrolmentError(
+            f"the folder {newcomer.data_dir} has data, and a cluster that waits for "
+            f"{wanted.nodes} nodes begins with empty folders",
+            "Leave --cluster-nodes out: then this node's data is the cluster's",
+        )
     async with gate:
         access = await _opened(content, newcomer)
         try:
@@ -210,8 +222,21 @@ async def init_cluster(
             )
         finally:
             await access.close()
+        if wanted.nodes > 1:
+            _begin_founding(newcomer)
         _write(newcomer.data_dir, content)
     return token_of(content)
+
+
+def _begin_founding(newcomer: NewMember) -> None:
+    """Note that the partitions have no records yet. Raises EnrolmentError."""
+    try:
+        begin_founding(newcomer.data_dir)
+    except OSError as error:
+        raise EnrolmentError(
+            f"{newcomer.data_dir} cannot be written: {error.strerror}",
+            "Check that the disk has room and that the folder is writable, then try again",
+        ) from error
 
 
 async def check_init(
@@ -425,7 +450,7 @@ async def entered(
 
 async def _enrol(newcomer: NewMember, settings: Settings) -> None:
     if settings.cluster == "init":
-        wanted = NewCluster(settings.cluster_copies, None)
+        wanted = NewCluster(settings.cluster_copies, None, settings.cluster_nodes)
         token = await init_cluster(newcomer, wanted, meta=settings.cluster_meta)
         if settings.cluster_token_file is not None:
             _write_token(settings.cluster_token_file, token.to_text())
@@ -433,11 +458,30 @@ async def _enrol(newcomer: NewMember, settings: Settings) -> None:
     path = settings.cluster_token_file
     if path is None:
         raise EnrolmentError("--cluster join needs --cluster-token-file, the token of a member")
+    await _until_there(path, newcomer.log)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise EnrolmentError(f"the token file {path} cannot be read: {error}") from error
     await join_by_token(newcomer, text)
+
+
+async def _until_there(path: Path, log: EventLog) -> None:
+    """Wait for the token file: the node that makes the cluster may start at the same time."""
+    loop = asyncio.get_running_loop()
+    until_s, is_told = loop.time() + TOKEN_WAIT_S, False
+    while not _is_there(path) and loop.time() < until_s:
+        if not is_told:
+            is_told = True
+            log.info("waiting for the token file", path=str(path), seconds_at_most=TOKEN_WAIT_S)
+        await asyncio.sleep(TOKEN_LOOK_S)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # reading it says what is wrong
 
 
 def _write_missing_token(newcomer: NewMember, identity: ClusterFile) -> None:

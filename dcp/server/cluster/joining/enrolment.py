@@ -120,6 +120,8 @@ class NewCluster(NamedTuple):
 
     copies: int
     min_in_sync: int | None
+    nodes: int = 1
+    """How many have to take part before its partitions have records: `founding`."""
 
 
 async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
@@ -213,7 +215,8 @@ async def found_cluster(
     proof: str = "",
     life: int = FIRST_LIFE,
 ) -> None:
-    """Write the records of a new cluster whose only member is this node. Raises EnrolmentError.
+    """Write the records of a new cluster whose only member is this node. It has none of partitions
+    yet if it waits for more nodes. Raises EnrolmentError.
 
     `life`: above that of any cluster that clients may know at these addresses.
     """
@@ -228,8 +231,9 @@ async def found_cluster(
         Put(keys.manifest, encode_record(ManifestRecord.of(manifest))),
         Put(keys.users, encode_record(UsersRecord(text=users.decode()))),
         *_member_puts(keys, member),
-        *(_partition_put(keys, member.member, part) for part in engine.partitions),
     ]
+    if wanted.nodes == 1:
+        puts += [_partition_put(keys, member.member, part) for part in engine.partitions]
     for first in range(0, len(puts), TXN_OPERATIONS_MAX):
         await _put_new(meta, puts[first : first + TXN_OPERATIONS_MAX])
 
@@ -293,7 +297,31 @@ async def check_join(
         raise _taken(keys.of_name(member.name))
     _check_rack(members, member)
     await _check_fits(meta, keys, member)
+    if not is_pristine(engine):
+        await _check_has_partitions(meta, keys)
     return cluster
+
+
+def is_pristine(engine: Engine) -> bool:
+    """Whether a folder has no change, no collection and no former master of any partition."""
+    return not engine.keyspace.manifest.uid and not any(
+        part.high_seqno or part.leader_epoch > 1 for part in engine.partitions
+    )
+
+
+async def _check_has_partitions(meta: MetaStore, keys: ClusterKeys) -> None:
+    """Raises EnrolmentError if the cluster has yet to make its partitions, whose first copies must
+    all be empty.
+    """
+    found = await ask_again(
+        meta, Range(keys.of_partitions(KeyKind.PARTITION), is_prefix=True, limit=1)
+    )
+    if isinstance(found, RangeResult) and not found.items:
+        raise EnrolmentError(
+            "this node has changes of deleted documents, and the cluster waits for empty nodes to "
+            "make its partitions",
+            "Start it with an empty --data folder, or join when the cluster serves",
+        )
 
 
 async def _put_member(meta: MetaStore, keys: ClusterKeys, member: MemberRecord) -> None:

@@ -201,6 +201,13 @@ def _copy_problems(view: ClusterView, nodes: list[NodeReport]) -> Iterator[_Prob
             f"{len(nodes)}`",
         )
     records = [stored.content.record for stored in view.partitions.values()]
+    if wanted and not records:
+        yield _Problem(
+            "no partition has copies yet: the cluster is new, and waits for as many nodes as the "
+            "--cluster-nodes of its first one says",
+            "Start the others with --cluster join. To begin with those that are there, start the "
+            "first one again with fewer --cluster-nodes",
+        )
     if orphans := sum(record.master is None for record in records):
         yield _Problem(
             f"{orphans} partitions have no master",
