@@ -46,7 +46,9 @@ from dcp.wire.status import Status
 from failover.replication.group import Group, StreamChanges
 from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
+    FORMAT,
     GROUP_BYTES_MAX,
+    HELD_FORMAT,
     NOT_SEEN,
     NOTHING,
     EntriesSection,
@@ -59,7 +61,7 @@ from failover.replication.messages import (
     unpack_ack,
     unpack_held,
 )
-from failover.replication.pace import FILL_SECTION_BYTES, FillPace, LinkFill
+from failover.replication.pace import FillPace, LinkFill
 from failover.replication.progress import (
     BEAT_NS,
     NEVER,
@@ -139,7 +141,7 @@ class ReplicaFeed:
         pace: FillPace | None = None,
     ) -> None:
         self.member = member
-        self._fill = LinkFill(pace, member)
+        self._fill = LinkFill(pace, member, section_bytes)
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[tuple[int, str]] = []
@@ -150,7 +152,6 @@ class ReplicaFeed:
         self._schedule = schedule
         self._is_closed = False
         self.window_bytes = window_bytes
-        self._section_bytes = section_bytes
         self._progress: dict[int, Progress] = {}
         self._out: list[bytes] = []
         self._waiting: dict[int, Frame] = {}
@@ -183,6 +184,8 @@ class ReplicaFeed:
         self._questions = Questions()
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
+        self.format = FORMAT
+        """Of the messages on this link."""
         self.silence_ns = SILENCE_NS_MAX
 
     @property
@@ -527,9 +530,7 @@ class ReplicaFeed:
             self.end(vb_id)  # the replica asks again, and learns what it can have
             return 0
         try:
-            section_bytes = self._section_bytes
-            if progress.is_filling:
-                section_bytes = min(section_bytes, FILL_SECTION_BYTES)
+            section_bytes = self._fill.section_bytes(is_filling=progress.is_filling)
             entries = progress.next_entries(part, self._engine.versions, section_bytes, self.member)
         except StoreDamagedError as error:
             self._fail(vb_id, str(error))
@@ -603,6 +604,10 @@ class ReplicaFeed:
         number, question, seen = unpack_ack(extras)
         check_numbers(self.member, number, question, last=self._number)
         if held:
+            if self.format < HELD_FORMAT:
+                raise ReplicationError(
+                    f"an acknowledgement of format {self.format} says nothing of streams"
+                )
             self._side.readers_are(self, unpack_held(held, self._engine.num_vbuckets))
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Match] = {}

@@ -51,7 +51,6 @@ from dcp.wire.status import Status
 from failover.replication.messages import (
     ANNOUNCED_GROUPS_MAX,
     ENTRY_OVERHEAD_BYTES_MAX,
-    FORMAT_OLDEST,
     HELD_FORMAT,
     MESSAGE_BYTES_MAX,
     NOT_SEEN,
@@ -263,7 +262,8 @@ class ReplicaLink:
         self._question = 0
         self._acked: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
         self._master = greeting.master
-        self._format = FORMAT_OLDEST
+        self._format = greeting.format
+        """The newest that it offers, and from the answer on the one that both speak."""
         self._held = NOTHING_HELD
         """What the master knows of the streams that are served here."""
         self._at_once_ns = -CONFIRM_NS
@@ -448,7 +448,7 @@ class ReplicaLink:
                 )
             if frame.opcode == Opcode.DCP_CONTROL:
                 self.state = LinkState.READY
-                self._format = format_of(frame.value)
+                self._format = format_of(frame.value, self._format)
                 self._ask_what_is_due(now_ns)
             return
         vb_id = self._asked.pop(frame.opaque, None)

@@ -36,7 +36,6 @@ from failover.replication.group import Group
 from failover.replication.handover import Handovers, Successors
 from failover.replication.mastership import Mastership, ReplicationParts
 from failover.replication.messages import (
-    FORMAT,
     NOT_SEEN,
     Greeting,
     ReplicaPosition,
@@ -341,11 +340,11 @@ class Master:
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> tuple[ReplicaFeed, bytes]:
         """See ReplicationPort."""
         peer: Greeting = decode(greeting, Greeting)
-        chosen = common_format(peer.format, peer.oldest)
+        chosen = common_format(peer.format, peer.oldest, self._settings.format)
         if not chosen:
             raise ReplicationError(
                 f"member {peer.member} has format {peer.format} of the replication messages; "
-                f"this node has {FORMAT}. Upgrade the older of the two"
+                f"this node has {self._settings.format}. Upgrade the older of the two"
             )
         if peer.cluster != self._identity.cluster:
             raise ReplicationError(
@@ -374,7 +373,7 @@ class Master:
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self.pace,
         )  # fmt: skip
-        feed.beat_ns = self._settings.beat_ns
+        feed.beat_ns, feed.format = self._settings.beat_ns, chosen
         self.feeds[peer.member] = feed
         return feed, b"%d" % chosen
 

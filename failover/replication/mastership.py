@@ -33,6 +33,7 @@ from failover.coordinator.clock import RanTime
 from failover.coordinator.cluster_session import ClusterSession, NodeShell
 from failover.coordinator.seen_records import SeenRecords
 from failover.replication.effects import ReplicationEffect
+from failover.replication.messages import FORMAT
 from failover.rules.fencing import is_same_copy
 from failover.rules.isr import (
     ELECTION_NS,
@@ -94,6 +95,8 @@ class ReplicationSettings(NamedTuple):
     """How fast this node fills copies elsewhere for the first time; 0: without a limit."""
     section_bytes: int = SECTION_BYTES
     """Entries from a cursor, in one message: a fair share of a turn."""
+    format: int = FORMAT
+    """The newest format of the messages that this node speaks."""
 
 
 class Identity(NamedTuple):

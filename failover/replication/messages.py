@@ -184,11 +184,11 @@ class GroupMessage(NamedTuple):
     """Whether the master had synced the group when it sent it."""
 
 
-def common_format(newest: int, oldest: int) -> int:
-    """Return the newest format that this dcpd and one that speaks from `oldest` to `newest` have in
-    common: the two speak that. 0: there is none.
+def common_format(newest: int, oldest: int, own: int = FORMAT) -> int:
+    """Return the newest format that this dcpd, which speaks up to `own`, and one that speaks from
+    `oldest` to `newest` have in common: the two speak that. 0: there is none.
     """
-    common = min(FORMAT, newest)
+    common = min(own, newest)
     return common if common >= max(FORMAT_OLDEST, oldest) else 0
 
 
@@ -527,15 +527,15 @@ def unpack_held(value: bytes, num_vbuckets: int) -> dict[int, Held]:
     return found
 
 
-def format_of(answer: bytes) -> int:
-    """Return the format in which a master's node answers a greeting; one that speaks none but 4
-    says nothing. Raises ReplicationError.
+def format_of(answer: bytes, newest: int = FORMAT) -> int:
+    """Return the format in which a master's node answers a greeting that offers up to `newest`; one
+    that speaks none but 4 says nothing. Raises ReplicationError.
     """
     try:
         chosen = int(answer or b"4")
     except ValueError:
         chosen = 0
-    if not FORMAT_OLDEST <= chosen <= FORMAT:
+    if not FORMAT_OLDEST <= chosen <= newest:
         raise ReplicationError(f"the master's node chose format {answer[:20]!r} of the messages")
     return chosen
 

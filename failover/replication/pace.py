@@ -243,9 +243,11 @@ class FillPace:
 class LinkFill:
     """The copies that one link fills. Without a pace they come as fast as the window allows."""
 
-    def __init__(self, pace: FillPace | None, member: str) -> None:
+    def __init__(self, pace: FillPace | None, member: str, section_bytes: int) -> None:
+        """`section_bytes`: entries in a message of a copy that is not filled."""
         self._pace = pace
         self._member = member
+        self._section_bytes = section_bytes
         self._waiting: dict[int, None] = {}
         """Partitions that wait until more may be sent, in turn."""
         self._on_the_way = 0
@@ -267,6 +269,11 @@ class LinkFill:
         vb_id = next(iter(self._waiting))
         del self._waiting[vb_id]
         return vb_id
+
+    def section_bytes(self, *, is_filling: bool) -> int:
+        """Return how many bytes of entries from a cursor one message has."""
+        small = FILL_SECTION_BYTES if is_filling else self._section_bytes
+        return min(self._section_bytes, small)
 
     def sent(self, size: int) -> None:
         """So many bytes were sent."""

@@ -34,7 +34,6 @@ from failover.replication.handover import Handovers
 from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, ReplicaLink, from_here
 from failover.replication.mastership import ReplicationParts
 from failover.replication.messages import (
-    FORMAT,
     Control,
     EntriesSection,
     Floors,
@@ -399,7 +398,9 @@ class Replica:
             self._has_gaps = True  # what it followed is followed on the new one
         self._dialled_ns[member] = self._now_ns
         identity = self._identity
-        greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation, member)
+        greeting = Greeting(
+            self._settings.format, identity.cluster, identity.member, identity.incarnation, member
+        )
         link = ReplicaLink(
             self, greeting, now_ns=self._now_ns, value_bytes_max=self._settings.value_bytes_max
         )

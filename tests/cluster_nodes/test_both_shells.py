@@ -37,6 +37,8 @@ from vbucket.model.entry import seqno_of
 from vbucket.model.ids import SEQNO_MAX
 
 KEY, OTHER = b"situation", b"another"
+PATIENCE_S = 60
+"""No answer is given up, and no replica leaves the in-sync set, while a busy machine is slow."""
 HELLO = pack_request(
     Opcode.HELLO, key=b"test",
     value=b"".join(code.to_bytes(2, "big") for code in (Feature.XERROR, Feature.SYNC_REPLICATION)),
@@ -250,8 +252,8 @@ class SimShell(Shell):
 
     def __init__(self) -> None:
         self._cluster = Scenario(
-            commit_timeout_ns=20 * SECOND, clients=1, consumers=0, kinds=(Kind.GET,),
-            kind_weights=(1.0,),
+            commit_timeout_ns=PATIENCE_S * SECOND, lag_ns=PATIENCE_S * SECOND, clients=1,
+            consumers=0, kinds=(Kind.GET,), kind_weights=(1.0,),
         )  # fmt: skip
         self.vb_id = 0
         self.master, self.replicas = self._cluster.master(), self._cluster.replicas()
@@ -311,7 +313,8 @@ async def shell_of(kind: str, folder: Path) -> AsyncIterator[Shell]:
     if kind == "simulator":
         yield SimShell()
         return
-    async with ClusterHere(folder) as cluster:
+    settings = {"replica_lag_max_s": PATIENCE_S, "commit_timeout_s": PATIENCE_S}
+    async with ClusterHere(folder, **settings) as cluster:
         await cluster.of_three()
         shell = ServerShell(cluster)
         try:

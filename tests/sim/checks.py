@@ -46,6 +46,7 @@ RULES: Final = {
     "streams end": "A master that was replaced ends its streams, so nobody is left with it.",
     "histories": "Two histories that share a version are equal up to the lower of their ends.",
     "epochs": "A partition has one master in each epoch.",
+    "links": "What a replica says to its master is in the format that both speak.",
     "rollbacks": "A consumer is only sent back where history was cut: by a branch, an unclean"
     " election, or a purge.",
     "handover version": "A master by handover goes on in the version that was handed over.",
@@ -76,6 +77,7 @@ DURING: Final[dict[str, Callable[[Facts], list[str]]]] = {
     "one master": lambda facts: membership.overlaps(facts.overlaps, facts.excuses),
     "streams end": lambda facts: membership.kept(facts.kept),
     "epochs": lambda facts: histories.masters(facts.masterships),
+    "links": lambda facts: facts.refused,
     "rollbacks": lambda facts: histories.rollbacks(facts.rolled_back, facts.excuses),
     "handover version": lambda facts: membership.new_versions(facts.masterships, facts.handed),
     "histories": lambda facts: histories.diverged(facts.histories),

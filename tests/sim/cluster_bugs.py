@@ -24,11 +24,11 @@ from failover.coordinator.records import StoredPartition
 from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.view import ClusterView, Stored
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
-from failover.replication import master, mastership
+from failover.replication import link, master, mastership
 from failover.replication.feed import ReplicaFeed
 from failover.replication.master import Master
 from failover.replication.mastership import Mastership
-from failover.replication.messages import ReplicaPosition
+from failover.replication.messages import FORMAT, ReplicaPosition
 from failover.replication.pace import FillPace
 from failover.replication.replica import DroppedCopies, Replica
 from failover.rules import election, isr, promotion
@@ -249,6 +249,11 @@ def _always(*_args: object) -> bool:
     return True
 
 
+def _own_format(_newest: int, _oldest: int, own: int) -> int:
+    """A master's node answers every greeting with its own newest format."""
+    return own
+
+
 def _at_once(_last_confirmed_ns: int, *, was_handed_over: bool) -> int:
     return 0
 
@@ -420,6 +425,14 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
             Replaced(Mastership, "take_record", _take_record_only),
             Replaced(FillPace, "take_join", _always),  # else it hardly ever joins in time
         ),
+    ),
+    "older-is-told": ClusterBug(
+        "a replica tells a master of the format before what only the newest format has",
+        (Replaced(link, "HELD_FORMAT", FORMAT - 1),),
+    ),
+    "newest-is-chosen": ClusterBug(
+        "a master answers a replica of the format before in its own newest format",
+        (Replaced(master, "common_format", _own_format),),
     ),
     "fenced-are-told": ClusterBug(
         "a partition that is handed over gets system events",

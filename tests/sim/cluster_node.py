@@ -27,11 +27,12 @@ from failover.metadata.metastore import MetaStore
 from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
+from failover.replication.messages import FORMAT
 from failover.replication.node import NodeTurns, ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
 from sim.cut_rounds import CutRounds
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
-from sim.moments import NodeWatch
+from sim.moments import NodeWatch, short
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
@@ -162,6 +163,7 @@ class ClusterNode(SingleNode, NodeTurns):
             acknowledges_as_master=plan.acknowledge == "master",
             window_bytes=plan.window_bytes,
             section_bytes=plan.section_bytes,
+            format=plan.format_at(self.name, self.host.incarnation),
         )
         self.core = self.core_type(
             self.engine, self.store, self.groups, self.session, settings,
@@ -170,10 +172,17 @@ class ClusterNode(SingleNode, NodeTurns):
         self._manifest = SharedManifest(self.session, self.engine, store, self.core)
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
+        self._format = settings.format
+        self._mixed: set[tuple[str, str]] = set()
+        """Links with nodes of the format before that were told of: kind and member."""
         self.watch = NodeWatch(self._tell, self.engine.partitions)
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
         self._was_noted = False
+        before = plan.format_at(self.name, max(self.host.incarnation - 1, 0))
+        if self._format != before:
+            kind = "upgraded" if self._format == FORMAT else "set back"
+            self._tell(kind, f"speaks format {self._format} of replication from now on", -1)
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
         if plan.cut_consumers:
             CutRounds(self, self._world.draw.getrandbits(63) | 1)
@@ -228,6 +237,8 @@ class ClusterNode(SingleNode, NodeTurns):
             handler.flush()
         if any(handler.is_over for handler in self._handlers):
             self._handlers = [handler for handler in self._handlers if not handler.is_over]
+        if self._plan.older_formats and self._format == FORMAT:
+            self._note_formats()
         self._note_masterships()
         if self.engine.keyspace.has_pending:
             self.kick()
@@ -374,6 +385,19 @@ class ClusterNode(SingleNode, NodeTurns):
         """Bytes came on a link."""
         handler.link.receive(data, self.clock.monotonic_ns())
         self.carry_out()
+
+    def _note_formats(self) -> None:
+        """Tell of links with nodes that speak the format before, once of each."""
+        links, feeds = self._handlers, self.core.master.feeds
+        found = {
+            ("older master", each.member)
+            for each in links
+            if each.link.state is LinkState.READY and each.link._format < FORMAT
+        }
+        found |= {("older replica", name) for name, feed in feeds.items() if feed.format < FORMAT}
+        for kind, member in sorted(found - self._mixed):
+            self._mixed.add((kind, member))
+            self._tell(kind, f"{short(member)} speaks the format of replication before", -1)
 
     def _cluster_tick(self) -> None:
         if self._has_begun:  # what is in the log is on disk, and it can be written

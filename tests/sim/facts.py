@@ -429,6 +429,8 @@ class Facts:
         self.after_cuts: list[AfterCut] = []
         self.works_ns = 0
         """From here on, every operation must be answered."""
+        self.refused: list[str] = []
+        """What nodes sent each other that the other one could not take."""
         self.problems: list[str] = []
         """What went wrong on the way, in words: each is a violation."""
 

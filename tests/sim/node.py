@@ -209,6 +209,10 @@ class SingleNode:
     def before_merge(self) -> None:
         """See Kept."""
 
+    def refuses(self, why: str) -> None:
+        """See Served."""
+        self._record.refused.append(f"{self.name} ends the connection of a replica: {why}")
+
     def plans_floors(self, vb_id: int) -> bool:
         """See Kept: a node alone plans those of all partitions."""
         return True

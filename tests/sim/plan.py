@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from failover.coordinator.membership import LEASE_TTL_S
+from failover.replication.messages import FORMAT
 from sim.facts import Kind
 from sim.world import MS, SECOND
 from vbucket.model.ids import vbucket_of
@@ -170,6 +171,18 @@ class Plan(NamedTuple):
     founded_ns: int = 0
     """How long nodes run before the records of partitions are created
     (`dcp.server.cluster.joining.founding`); 0: they are there before."""
+    older_formats: int = 0
+    """0: all nodes speak the newest format of replication's messages. Any other number says which
+    nodes speak the one before, from each start of their processes on (`format_at`)."""
+
+    def format_at(self, machine: str, start: int) -> int:
+        """Return the newest format that a node speaks after its so manieth start: a node may be
+        upgraded or set back each time.
+        """
+        if not self.older_formats:
+            return FORMAT
+        draw = random.Random(f"{self.older_formats} {machine} {start}")
+        return draw.choice((FORMAT - 1, FORMAT))
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""
@@ -244,6 +257,18 @@ def probed(plan: Plan, draw: random.Random) -> Plan:
         cut_late_ns=draw.choice((0, 30, 80)) * MS if plan.nodes > 1 else 0,
         beat_ns=draw.choice((50, 100, 100, plan.unheard_ns // MS // 4)) * MS,
     )
+
+
+def mixed(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with nodes of two versions. Two clusters in three stay as they are. `draw` is
+    a source of its own.
+    """
+    if plan.nodes == 1 or draw.random() < 0.65:
+        return plan
+    older_formats = draw.getrandbits(31) | 1
+    # What the formats differ in is about copies that consumers read from.
+    reads_copies = not (plan.acts or plan.cut_consumers) and draw.random() < 0.45
+    return plan._replace(older_formats=older_formats, from_replicas=int(reads_copies))
 
 
 def about_elections(

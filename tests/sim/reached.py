@@ -34,6 +34,10 @@ _COUNTED: Final = {
     "window full": "full windows",
     "lost folder": "folders lost",
     "store goes back": "stores that went back",
+    "older master": "links to a master of the format before",
+    "older replica": "links of a replica of the format before",
+    "upgraded": "nodes upgraded",
+    "set back": "nodes set back to the version before",
 }
 """Kind of a moment -> how its count is called."""
 _BY_CAUSE: Final = {

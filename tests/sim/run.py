@@ -28,7 +28,7 @@ from sim.faults import SHARES, Faults
 from sim.kv_client import KvClient
 from sim.machine import RESTART_NS, Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, changed, drawn, probed, widened
+from sim.plan import Plan, about_elections, changed, drawn, mixed, probed, widened
 from sim.prober import Prober
 from sim.quarantine import kept
 from sim.reached import reached
@@ -109,8 +109,8 @@ class Simulation:
                 act=options.act,
             )  # fmt: skip
         if plan is None:
-            self.plan = widened(self.plan, random.Random(f"{seed} wide"))
-            self.plan = probed(self.plan, random.Random(f"{seed} probed"))
+            for kind, change in (("wide", widened), ("probed", probed), ("mixed", mixed)):
+                self.plan = change(self.plan, random.Random(f"{seed} {kind}"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
         self._forever, self._crash = options.forever, options.crash

@@ -46,6 +46,9 @@ class Served(Protocol):
     def kick(self) -> None:
         """Write what is pending."""
 
+    def refuses(self, why: str) -> None:
+        """The connection of a replica ends, because of what came on it."""
+
     replication: ReplicationPort | None
     """Where replicas come in; None: the node is alone."""
     held: Callable[[], HeldAnswers]
@@ -156,6 +159,8 @@ class ServedConnection:
         if self._node.engine.keyspace.has_pending:
             self._node.kick()
         if state.is_closing:
+            if state.feed is not None:
+                self._node.refuses(state.close_reason)
             self._close_if_done()
         elif state.arrival.until_ns:
             wait_ns = max(0, state.arrival.until_ns - self._node.clock.wall_ns())

@@ -56,6 +56,8 @@ FOUND_BY = {
     "applied-not-mine": (17, "is not linearizable"),
     "unknown-sent-again": (28, "in the in-sync set"),
     "deposed-keeps-streams": (7, "stands still"),
+    "older-is-told": (76, "ends the connection of a replica"),
+    "newest-is-chosen": (1, "changes are not committed"),
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),

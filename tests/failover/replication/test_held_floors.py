@@ -14,7 +14,14 @@ from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.replication.master import Master
-from failover.replication.messages import NOTHING_HELD, format_of, pack_held, unpack_held
+from failover.replication.messages import (
+    NOTHING_HELD,
+    common_format,
+    format_of,
+    pack_ack,
+    pack_held,
+    unpack_held,
+)
 from failover.replication.replica import HELD_NS
 from support.memory_node import Peer
 from support.replica_pair import BEAT_NS, PARTITIONS, VB, ReplicaPair
@@ -145,6 +152,21 @@ def test_a_master_of_the_older_format_is_told_nothing(monkeypatch: pytest.Monkey
     reader_behind(pair)
     tell(pair)
     assert not list(pair.master.node.hub.remote.of(VB))
+
+
+def test_two_formats_meet_at_what_both_speak() -> None:
+    assert [common_format(5, 4, own) for own in (4, 5)] == [4, 5]
+    assert common_format(6, 5, own=4) == 0
+    assert format_of(b"", newest=4) == 4
+    with pytest.raises(ReplicationError, match="format"):
+        format_of(b"5", newest=4)
+    pair = followed()
+    (feed,) = pair.master.core.master.feeds.values()
+    extras = pack_ack(0, 0)[24:]
+    feed.take_acknowledgement(extras, NOTHING_HELD)
+    feed.format = 4
+    with pytest.raises(ReplicationError, match="format 4 says nothing of streams"):
+        feed.take_acknowledgement(extras, NOTHING_HELD)
 
 
 def test_what_is_held_is_packed_and_checked() -> None:

@@ -29,6 +29,7 @@ from failover.replication.link import (
     from_here,
 )
 from failover.replication.messages import (
+    FORMAT,
     NOT_SEEN,
     NOTHING,
     EntriesSection,
@@ -51,7 +52,7 @@ from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_mutation
 
 EPOCH = 2
-GREETING = Greeting(1, "test", "r", 1, "m")
+GREETING = Greeting(FORMAT, "test", "r", 1, "m")
 
 
 class Replica:
