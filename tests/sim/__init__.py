@@ -17,7 +17,8 @@ network, the clocks and the disks are simulated, and they fail in every way that
     acts       sequences of faults about elections
     broken     what stays broken for good, and what the rest must do
     cluster_faults  faults of clusters
-    cluster_bugs    faults of replication that can be put in on purpose
+    cluster_bugs    faults of replication that can be put in on purpose; all of them are PLANTED
+    found      which seed finds each of them
     store_client    a node's client of the metadata store
     in_sync    looks at a cluster while it runs
     kv_client  clients that read and write over real frames

@@ -5,12 +5,15 @@ Each is a SingleNode that does one thing in a wrong way.
 
 from __future__ import annotations
 
+from typing import Final
+
 from dcp.core.groups import WriteGroup
 from dcp.session.answers.held_answers import HeldAnswers, HeldBatch
 from dcp.stream.snapshots import Message
 from dcp.wire.opcode import Opcode
 from sim.network import Side
 from sim.node import SingleNode
+from sim.planting import Bug
 from sim.serving import ServedConnection
 from vbucket.log.device_files import FileLogDevice
 
@@ -97,12 +100,17 @@ class TrustsFailedSyncs(SingleNode):
     device_type = TrustingDevice
 
 
-BUGS: dict[str, type[SingleNode]] = {
-    "answers_before_sync": AnswersBeforeSync,
-    "streams_before_sync": StreamsBeforeSync,
-    "cuts_back_at_start": CutsBackAtStart,
-    "forgets_answers": ForgetsAnswers,
-    "streams_other_values": StreamsOtherValues,
-    "trusts_failed_syncs": TrustsFailedSyncs,
-}
-"""Name -> the node that has it."""
+BUGS: Final = {
+    name: Bug(what, node=node, nodes=1)
+    for name, what, node in (
+        ("answers_before_sync", "a node answers before the sync", AnswersBeforeSync),
+        ("streams_before_sync", "streams show changes before the sync", StreamsBeforeSync),
+        ("cuts_back_at_start", "a start gives up the last change", CutsBackAtStart),
+        ("forgets_answers", "answers wait for a group after theirs", ForgetsAnswers),
+        ("streams_other_values", "streams show other values than documents have",
+         StreamsOtherValues),
+        ("trusts_failed_syncs", "what a failed sync left is served after a restart",
+         TrustsFailedSyncs),
+    )
+}  # fmt: skip
+"""Name -> the bug."""

@@ -15,9 +15,8 @@ A node records the same facts as SingleNode does: `Mastership` when it begins to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from sim.bugs import BUGS
 from sim.facts import Facts
 from sim.faults import Controls
 from sim.kv_client import Caller, DirectCaller
@@ -36,7 +35,8 @@ class Setting(NamedTuple):
     network: Network
     plan: Plan
     facts: Facts
-    bug: str
+    node_type: type[Any] | None
+    """Of nodes with a bug; None: the usual one."""
 
 
 class Cluster(Protocol):
@@ -77,7 +77,7 @@ class SingleNodes:
     def __init__(self, setting: Setting) -> None:
         assert setting.plan.nodes == 1
         self._setting = setting
-        self.boot = single(setting.plan, setting.facts, BUGS.get(setting.bug, SingleNode))
+        self.boot = single(setting.plan, setting.facts, setting.node_type or SingleNode)
 
     def caller(self, host: Host) -> Caller:
         """See Cluster."""

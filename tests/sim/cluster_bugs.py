@@ -1,7 +1,7 @@
 """Faults of replication that can be put in on purpose, to see that the checks find them.
 
 Each replaces a rule of the product for the time of a run (`planted`), or makes nodes of another
-type (`node_type`). The product has no switch for them: names are replaced where the product's
+type. The product has no switch for them: names are replaced where the product's
 modules have imported them.
 """
 
@@ -36,10 +36,12 @@ from failover.rules.history import FailoverLog
 from failover.rules.isr import Acknowledgement, Candidate, Sender
 from failover.rules.promotion import FirstStep
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
+from sim.bugs import BUGS
 from sim.cluster_node import ClusterNode
 from sim.machine import Machine
 from sim.network import Side
-from sim.planting import ClusterBug, Replaced, all_replaced
+from sim.plan import MOVE_NODES
+from sim.planting import Bug, Replaced, all_replaced, one
 from sim.serving import ServedConnection
 from sim.wide_bugs import WIDE_BUGS
 from vbucket.engine.keyspace import Keyspace
@@ -331,8 +333,8 @@ def _fenced_are_told(keyspace: Keyspace, manifest: Manifest) -> None:
                 keyspace._tell(part, event)
 
 
-CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
-    "hw-counts-received": ClusterBug(
+CLUSTER_BUGS: Final[dict[str, Bug]] = {
+    "hw-counts-received": Bug(
         "the HW counts what was received, not synced",
         (
             Replaced(Replica, "unsynced_group", _nothing_unsynced),
@@ -341,7 +343,7 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
             Replaced(Replica, "committed", _told_early),
         ),
     ),
-    "old-epoch-counts": ClusterBug(
+    "old-epoch-counts": Bug(
         "an acknowledgement of an earlier epoch counts",
         (
             Replaced(Master, "step_down", _step_down_remembering),
@@ -349,111 +351,124 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
             Replaced(mastership, "high_watermark", _watermark_of_any_epoch),
         ),
     ),
-    "shrink-counts-early": ClusterBug(
-        "a shrink counts before it is confirmed",
-        (Replaced(mastership, "effective_isr", _asked_set),),
+    "shrink-counts-early": one(
+        "a shrink counts before it is confirmed", mastership, "effective_isr", _asked_set
     ),
-    "joins-early": ClusterBug(
+    "joins-early": one(
         "a replica joins before the HW reached the epoch's start",
-        (Replaced(mastership, "may_join", _joins_at_watermark),),
+        mastership,
+        "may_join",
+        _joins_at_watermark,
     ),
-    "truncates-to-hw": ClusterBug(
-        "a replica truncates to the HW", (Replaced(Replica, "position", _cut_to_watermark),)
-    ),
-    "no-version": ClusterBug(
-        "a failover makes no version", (Replaced(master, "first_step", _no_version),)
-    ),
-    "handover-unchecked": ClusterBug(
+    "truncates-to-hw": one("a replica truncates to the HW", Replica, "position", _cut_to_watermark),
+    "no-version": one("a failover makes no version", master, "first_step", _no_version),
+    "handover-unchecked": Bug(
         "a handover is taken unchecked",
         (
             Replaced(promotion, "takes_over", _takes_over_unchecked),
             Replaced(Master, "_next_record", _hands_over_early),
         ),
     ),
-    "old-record-believed": ClusterBug(
+    "old-record-believed": one(
         "somebody is elected by a record that may be older than another one",
-        (Replaced(election, "must_speak", _nobody_must_speak),),
+        election,
+        "must_speak",
+        _nobody_must_speak,
         act="gone_back",
     ),
-    "forgets-seen": ClusterBug(
+    "forgets-seen": Bug(
         "a node forgets at its restart what records it has seen",
         node=ForgetsSeen,
         act="gone_back",
     ),
-    "unseen-shrink": ClusterBug(
+    "unseen-shrink": one(
         "a change of an in-sync set does not count as seen",
-        (Replaced(SeenRecords, "note_partition", _noted_by_epoch),),
+        SeenRecords,
+        "note_partition",
+        _noted_by_epoch,
         act="gone_back",
     ),
-    "streams-show-synced": ClusterBug("streams show what is synced", node=StreamsSynced),
-    "reads-unconfirmed": ClusterBug(
-        "reads need no confirmation", (Replaced(mastership, "may_answer_reads", _always),)
-    ),
-    "promoted-at-once": ClusterBug(
+    "streams-show-synced": Bug("streams show what is synced", node=StreamsSynced),
+    "reads-unconfirmed": one("reads need no confirmation", mastership, "may_answer_reads", _always),
+    "promoted-at-once": one(
         "a promoted replica does not wait for its own confirmation to lapse",
-        (Replaced(master, "serves_from_ns", _at_once),),
+        master,
+        "serves_from_ns",
+        _at_once,
     ),
-    "applied-not-mine": ClusterBug(
-        "an applied write is answered NOT_MY_VBUCKET",
-        (Replaced(HeldAnswers, "depose", _depose_elsewhere),),
+    "applied-not-mine": one(
+        "an applied write is answered NOT_MY_VBUCKET", HeldAnswers, "depose", _depose_elsewhere
     ),
-    "unknown-sent-again": ClusterBug(
+    "unknown-sent-again": one(
         "a transaction with an unknown outcome is sent again",
-        (Replaced(RecordWriter, "_written", _unknown_is_not_written),),
+        RecordWriter,
+        "_written",
+        _unknown_is_not_written,
     ),
-    "deposed-keeps-streams": ClusterBug(
-        "a deposed master keeps its streams open", (Replaced(StreamHub, "fenced", _keep_streams),)
+    "deposed-keeps-streams": one(
+        "a deposed master keeps its streams open", StreamHub, "fenced", _keep_streams
     ),
-    "drops-early": ClusterBug(
+    "drops-early": Bug(
         "a copy is dropped before the new one is in sync",
         (
             Replaced(plan_steps, "_surplus", _outside_chain),
             Replaced(plan_steps, "drop_copies", _dropped_unchecked),
         ),
+        nodes=MOVE_NODES,
     ),
-    "added-is-full": ClusterBug(
+    "added-is-full": one(
         "a copy that is added is taken for full",
-        (Replaced(plan_steps, "add_copy", _added_in_sync),),
+        plan_steps,
+        "add_copy",
+        _added_in_sync,
+        nodes=MOVE_NODES,
     ),
-    "not-emptied": ClusterBug(
+    "not-emptied": one(
         "a copy that was dropped is not emptied",
-        (Replaced(DroppedCopies, "note", _nothing_to_empty),),
+        DroppedCopies,
+        "note",
+        _nothing_to_empty,
+        nodes=MOVE_NODES,
     ),
-    "old-copy-counts": ClusterBug(
+    "old-copy-counts": Bug(
         "an acknowledgement of an earlier copy counts",
         (
             Replaced(Mastership, "take_record", _take_record_only),
             Replaced(FillPace, "take_join", _always),  # else it hardly ever joins in time
         ),
+        nodes=MOVE_NODES,
     ),
-    "older-is-told": ClusterBug(
+    "older-is-told": Bug(
         "a replica tells a master of the format before what only the newest format has",
         (Replaced(link, "HELD_FORMAT", FORMAT - 1),),
     ),
-    "newest-is-chosen": ClusterBug(
+    "newest-is-chosen": one(
         "a master answers a replica of the format before in its own newest format",
-        (Replaced(master, "common_format", _own_format),),
+        master,
+        "common_format",
+        _own_format,
     ),
-    "fenced-are-told": ClusterBug(
+    "fenced-are-told": one(
         "a partition that is handed over gets system events",
-        (Replaced(Keyspace, "set_manifest", _fenced_are_told),),
+        Keyspace,
+        "set_manifest",
+        _fenced_are_told,
         act="collections",
     ),
 }
 """Name -> the bug."""
-MOVE_BUGS: Final = frozenset({"drops-early", "added-is-full", "not-emptied", "old-copy-counts"})
-"""Those that only clusters with operators can show."""
+PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS
+"""All of them."""
+
+
+def node_type(bug: str) -> type[Any] | None:
+    """Return the type of nodes that a run with a bug has; None: the usual one."""
+    return PLANTED[bug].node if bug else None
 
 
 @contextmanager
 def planted(bug: str) -> Iterator[None]:
-    """Put a bug in as long as the context lasts; "" and bugs of single nodes: nothing."""
-    found = (CLUSTER_BUGS | WIDE_BUGS).get(bug)
+    """Put a bug in as long as the context lasts; "": nothing."""
+    found = PLANTED.get(bug)
     with all_replaced(found.replaced if found is not None else ()):
         yield
-
-
-def node_type(bug: str) -> type[ClusterNode] | None:
-    """Return the type of nodes that a run with a bug has; None: the bug needs no other type."""
-    found = (CLUSTER_BUGS | WIDE_BUGS).get(bug)
-    return None if found is None else found.node

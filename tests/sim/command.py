@@ -7,8 +7,9 @@
     python -m tests.sim --minutes 3           seeds from 0 (or from A of --seeds A..B) for some time
     python -m tests.sim --until-fail          until one fails
     python -m tests.sim --bug all --seeds 400
-                                              for each planted bug, the first seed that shows it,
-                                              and how; with --keep-on, how many of the seeds do
+                                              for each planted bug, with the nodes that it takes,
+                                              the first seed that shows it, the check, and how;
+                                              with --keep-on, how many of the seeds do
 
 What fails is told as a story (`sim.story`), and made smaller (`sim.shrink`); the command at the end
 repeats the small one. Many seeds end with a table of what they have reached (`sim.reached`).
@@ -27,15 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from sim.broken import KINDS, NODES_MIN
-from sim.bugs import BUGS
-from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
-from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, MOVE_NODES, Plan
+from sim.cluster_bugs import PLANTED
+from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, Plan
 from sim.reached import table
 from sim.run import Options, Report, replay_command
 from sim.seed_range import attempt, collect_less, reports
 from sim.shrink import shrink, told
 from sim.story import tell
-from sim.wide_bugs import WIDE_BUGS
 from sim.world import SECOND
 
 VIOLATIONS_SHOWN = 10
@@ -83,12 +82,15 @@ def main(words: Sequence[str]) -> int:
         parser.error("--act is about replication; add --nodes 3")
     if arguments.forever and arguments.nodes != NODES_MIN:
         parser.error("--forever is about three nodes; add --nodes 3")
+    bug = PLANTED.get(arguments.bug)
+    if bug is not None and bug.nodes == 1 < arguments.nodes and bug.node is not None:
+        parser.error(f"--bug {arguments.bug} is of a node alone; leave out --nodes")
     options = Options(
-        nodes=arguments.nodes,
+        nodes=arguments.nodes if bug is None else max(arguments.nodes, bug.nodes),
         has_faults=not arguments.no_faults,
         seconds=arguments.seconds,
         bug=arguments.bug,
-        act=arguments.act,
+        act=arguments.act or ("" if bug is None else bug.act),
         changes=tuple(sorted(arguments.set)),
         draw=arguments.draw,
         forever=arguments.forever,
@@ -136,8 +138,8 @@ def find_bugs(options: Options, seeds: tuple[int, int], jobs: int, *, keep_on: b
     """Print a table: bug, the seed that found it, how it is told. Return the exit code."""
     first, last = seeds
     missed = 0
-    for bug, (nodes, act) in planted_bugs().items():
-        one = options._replace(bug=bug, act=act, nodes=max(options.nodes, nodes))
+    for bug, planted in PLANTED.items():
+        one = options._replace(bug=bug, act=planted.act, nodes=planted.nodes)
         found: list[Report] = []
         for _, report in reports(range(first, last + 1), _always(one), jobs):
             if report.violations:
@@ -148,7 +150,9 @@ def find_bugs(options: Options, seeds: tuple[int, int], jobs: int, *, keep_on: b
         share = f", {len(found)} of {last + 1 - first} seeds" if keep_on else ""
         if found:
             told = found[0].violations[0].strip().splitlines()[-1]
-            print(f"{bug:22} seed {found[0].seed:4}{share}  {told}", flush=True)
+            print(
+                f"{bug:22} seed {found[0].seed:4}{share}  {found[0].checks[0]}: {told}", flush=True
+            )
         else:
             print(f"{bug:22} no seed from {first} to {last}", flush=True)
     return int(missed > 0)
@@ -156,14 +160,6 @@ def find_bugs(options: Options, seeds: tuple[int, int], jobs: int, *, keep_on: b
 
 def _always(options: Options) -> Callable[[int], Options]:
     return lambda _seed: options
-
-
-def planted_bugs() -> dict[str, tuple[int, str]]:
-    """Return bug -> the nodes and the act that it takes."""
-    found = dict.fromkeys(BUGS, (1, ""))
-    for bug, each in (CLUSTER_BUGS | WIDE_BUGS).items():
-        found[bug] = MOVE_NODES if bug in MOVE_BUGS else each.nodes, each.act
-    return found
 
 
 def _tell(
@@ -241,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bug",
         default="",
-        choices=[*sorted({*BUGS, *CLUSTER_BUGS, *WIDE_BUGS}), ALL_BUGS],
+        choices=[*sorted(PLANTED), ALL_BUGS],
         help="put in a known bug",
     )
     parser.add_argument(

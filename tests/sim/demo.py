@@ -153,7 +153,7 @@ class Demo:
         self._facts = DemoFacts()
         self._plan = plan = plan_of(seed)
         self._network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
-        self._cluster = DemoNodes(Setting(world, self._network, plan, self._facts, ""))
+        self._cluster = DemoNodes(Setting(world, self._network, plan, self._facts, None))
         self._machines = [
             Machine(world, self._network, f"n{number}", self._cluster.boot)
             for number in range(1, NODES + 1)

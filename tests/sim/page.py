@@ -1,4 +1,5 @@
-"""The generated parts of docs/simulator.md: kinds of faults, acts, counts, and a story.
+"""The generated parts of docs/simulator.md: kinds of faults, acts, counts, planted
+faults, and a story.
 
 `python -m tests.sim.page` writes them anew; a test compares the page with what is written here.
 """
@@ -16,7 +17,9 @@ if __name__ == "__main__":
 
 from sim.acts import ACTS
 from sim.checks import RULES
+from sim.cluster_bugs import PLANTED
 from sim.faults import FAULTS
+from sim.found import FOUND
 from sim.plan import ASKED_ACTS
 from sim.reached import OF_CLUSTERS
 from sim.run import Options, run_seed
@@ -51,11 +54,25 @@ def _act(name: str) -> str:
     return f"{text} Only with `--act`." if name in ASKED_ACTS else text
 
 
+def _planted() -> str:
+    """Return the table of planted faults."""
+    lines = [
+        "| bug | what is wrong | nodes | seed | check | is told |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (seed, check, words) in FOUND.items():
+        bug = PLANTED[name]
+        nodes = f"{bug.nodes}, `--act {bug.act}`" if bug.act else bug.nodes
+        lines.append(f"| `{name}` | {bug.what} | {nodes} | {seed} | `{check}` | {words} |")
+    return "\n".join(lines)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "rules": lambda: _table("check | rule", RULES.items()),
     "faults": lambda: _table("fault | what it does", ((n, what_it_does(n)) for n in FAULTS)),
     "acts": lambda: _table("act | what it does", ((name, _act(name)) for name in ACTS)),
     "reached": lambda: ", ".join(OF_CLUSTERS) + ".",
+    "planted": _planted,
     "example": example,
 }
 """Name of a part -> what stands between its two marks."""

@@ -1,13 +1,12 @@
-"""How a fault of the product is put in for the time of a run: names are replaced."""
+"""How a fault of the product is put in for the time of a run: names are replaced, or nodes are of
+another type.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from sim.cluster_node import ClusterNode
+from typing import Any, NamedTuple
 
 
 class Replaced(NamedTuple):
@@ -18,16 +17,22 @@ class Replaced(NamedTuple):
     new: Any
 
 
-class ClusterBug(NamedTuple):
+class Bug(NamedTuple):
     """See the module."""
 
     what: str
     replaced: tuple[Replaced, ...] = ()
-    node: type[ClusterNode] | None = None
+    node: type[Any] | None = None
+    """The type of the nodes that have it; None: the usual one."""
     act: str = ""
     """The act that it takes; "": what seeds have."""
     nodes: int = 3
     """The smallest cluster that shows it."""
+
+
+def one(what: str, owner: Any, name: str, new: Any, *, nodes: int = 3, act: str = "") -> Bug:
+    """Return a bug that replaces one name."""
+    return Bug(what, (Replaced(owner, name, new),), nodes=nodes, act=act)
 
 
 @contextmanager

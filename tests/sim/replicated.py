@@ -23,7 +23,6 @@ from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.metadata.revision_store import RevisionStore, StoreImage
 from failover.rules.replication_record import ReplicationRecord, add_copy, create, majority, want
 from sim.cluster import Setting
-from sim.cluster_bugs import node_type
 from sim.cluster_node import ROOT, ClusterNode
 from sim.facts import LostFolder
 from sim.faults import Controls, Mend
@@ -196,7 +195,7 @@ class ReplicatedNodes:
         client.process_began()
         setting = self._setting
         try:
-            make_node = node_type(setting.bug) or self.node_type
+            make_node = setting.node_type or self.node_type
             node = make_node(machine, setting.plan, setting.facts, client, self._note_record)
         except (LogDamagedError, UnknownFormatError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error

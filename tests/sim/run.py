@@ -21,7 +21,7 @@ from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
 from sim.checkers import receipts
 from sim.checks import DURING, PROBLEM, Violation, at_the_end, failovers, linear, named
 from sim.cluster import MakeCluster, Setting, SingleNodes
-from sim.cluster_bugs import planted
+from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
 from sim.faults import SHARES, Faults
@@ -49,7 +49,7 @@ class Options(NamedTuple):
     """How long the load lasts, in virtual seconds; None: as the seed says."""
     has_faults: bool = True
     bug: str = ""
-    """A fault of the product that is put in on purpose (`sim.bugs`)."""
+    """A fault of the product that is put in on purpose (`sim.cluster_bugs.PLANTED`)."""
     act: str = ""
     """The one act that every plan has; "": as the seed says."""
     changes: tuple[tuple[str, str], ...] = ()
@@ -100,14 +100,12 @@ class Simulation:
         self.seed = seed
         self._bug = options.bug
         self.world = World(seed, trace)
-        self.plan: Plan = plan or drawn(
-            self.world.draw, nodes=options.nodes, seconds=options.seconds
-        )
+        draw = self.world.draw
+        self.plan: Plan = plan or drawn(draw, nodes=options.nodes, seconds=options.seconds)
         if options.act:
             self.plan = about_elections(
-                self.plan, self.world.draw, nodes=options.nodes, seconds=options.seconds,
-                act=options.act,
-            )  # fmt: skip
+                self.plan, draw, nodes=options.nodes, seconds=options.seconds, act=options.act
+            )
         if plan is None:
             for kind, change in (("wide", widened), ("probed", probed), ("mixed", mixed)):
                 self.plan = change(self.plan, random.Random(f"{seed} {kind}"))
@@ -118,14 +116,16 @@ class Simulation:
             self.plan = allowing(self.plan)
         self.plan = changed(self.plan, options.changes)
         if options.draw:
-            self.world.draw.seed(f"{seed} {options.draw}")
+            draw.seed(f"{seed} {options.draw}")
         self.facts = Facts()
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
-        self.network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
+        self.network = network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
         if make_cluster is None:
             make_cluster = SingleNodes if options.nodes == 1 else ReplicatedNodes
-        self._cluster = make_cluster(Setting(world, self.network, plan, self.facts, options.bug))
+        self._cluster = make_cluster(
+            Setting(world, network, plan, self.facts, node_type(options.bug))
+        )
         self.controls = self._cluster.controls
         self.machines = [
             Machine(

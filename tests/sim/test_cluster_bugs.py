@@ -1,4 +1,4 @@
-"""Clusters pass, they repeat exactly, and faults of replication that are put in are found."""
+"""Clusters pass, they repeat exactly, and reach what they are for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from sim import acts, plan
-from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
 from sim.plan import LONG_ACTS, MOVE_FAULTS, MOVE_NODES
 from sim.reached import WANTED, table
 from sim.run import Options, Report, replay_command, run_seed
@@ -39,34 +38,6 @@ OF_ACTS = {
 """Act -> what it is for."""
 LONG_FIRST = {"snapshot_dies": 0, "last_in_sync": 13}
 """Act -> the first of its seeds."""
-FOUND_BY = {
-    "hw-counts-received": (1, "in the in-sync set"),
-    "old-epoch-counts": (5, "in the in-sync set"),
-    "shrink-counts-early": (52, "at the same time"),
-    "joins-early": (32, "in the in-sync set"),
-    "truncates-to-hw": (6, "in the in-sync set"),
-    "no-version": (17, "follows"),
-    "handover-unchecked": (0, "has another change with seqno"),
-    "old-record-believed": (188, "in the in-sync set"),
-    "forgets-seen": (0, "in the in-sync set"),
-    "unseen-shrink": (0, "in the in-sync set"),
-    "streams-show-synced": (0, "was committed"),
-    "reads-unconfirmed": (33, "at the same time"),
-    "promoted-at-once": (45, "at the same time"),
-    "applied-not-mine": (17, "is not linearizable"),
-    "unknown-sent-again": (28, "in the in-sync set"),
-    "deposed-keeps-streams": (7, "stands still"),
-    "older-is-told": (76, "ends the connection of a replica"),
-    "newest-is-chosen": (1, "changes are not committed"),
-    "drops-early": (2, "were dropped"),
-    "added-is-full": (2, "in the in-sync set"),
-    "not-emptied": (2, "without a copy"),
-    "old-copy-counts": (214, "in the in-sync set"),
-    "fenced-are-told": (2, "has another change with seqno"),
-}
-"""Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
-with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
-"""
 
 
 @cache
@@ -137,20 +108,6 @@ def test_clusters_whose_collections_change_during_handovers_pass() -> None:
     options = Options(nodes=NODES, act="collections")
     for seed in range(ACT_SEEDS):
         assert run_seed(seed, options).violations == [], replay_command(seed, options)
-
-
-@pytest.mark.parametrize("bug", FOUND_BY)
-def test_a_bug_of_replication_that_is_put_in_is_found(bug: str) -> None:
-    seed, words = FOUND_BY[bug]
-    nodes = MOVE_NODES if bug in MOVE_BUGS else NODES
-    options = Options(nodes=nodes, act=CLUSTER_BUGS[bug].act)
-    violations = run_seed(seed, options._replace(bug=bug)).violations
-    assert any(words in violation for violation in violations), violations
-    passing(seed, options)  # without the bug
-
-
-def test_every_bug_is_found() -> None:
-    assert FOUND_BY.keys() == CLUSTER_BUGS.keys()
 
 
 def test_every_act_is_in_plans() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs: they pass, they repeat exactly, and they find faults that are put in."""
+"""Whole runs: they pass, and they repeat exactly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from sim import command, node, plan
-from sim.bugs import BUGS
 from sim.checkers import histories
-from sim.cluster_bugs import CLUSTER_BUGS, ClusterBug
+from sim.cluster_bugs import PLANTED
 from sim.command import main
 from sim.facts import Outcome
 from sim.faults import FAULTS
+from sim.found import FOUND
+from sim.planting import Bug
 from sim.reached import OF_VIEWS
 from sim.run import Options, Report, Simulation, replay_command, run_seed
 from sim.world import Trace
@@ -25,33 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 100
 """`scripts/soak sim` runs as many as there is time for."""
 CHUNK = 25
-FOUND_BY = {
-    "answers_before_sync": (6, "an answered write is lost"),
-    "streams_before_sync": (0, "was committed"),
-    "cuts_back_at_start": (4, "history was not cut back"),
-    "forgets_answers": (0, "was not answered"),
-    "streams_other_values": (0, "the master has"),
-    "trusts_failed_syncs": (145, "refuses to start"),
-}
-"""Bug -> a seed to begin with, and how it is told."""
-BUG_SEEDS = 40
-"""A bug is found within so many seeds."""
 
 
 @cache
 def report_of(seed: int) -> Report:
     """Return what came of a seed; each runs once, whoever asks."""
     return run_seed(seed)
-
-
-def first_failing(bug: str, words: str) -> int:
-    """Return the first seed, from the recorded one on, in which a bug is told with these words."""
-    first, _ = FOUND_BY[bug]
-    for seed in range(first, first + BUG_SEEDS):
-        violations = run_seed(seed, Options(bug=bug)).violations
-        if any(words in violation for violation in violations):
-            return seed
-    raise AssertionError(f"{bug} was not found in {BUG_SEEDS} seeds")
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -121,20 +101,6 @@ def test_a_seed_gives_the_same_bytes_in_every_process() -> None:
     assert here != run_seed(12, Options(), Trace()).digest
 
 
-def test_every_bug_has_a_seed() -> None:
-    assert FOUND_BY.keys() == BUGS.keys()
-
-
-@pytest.mark.parametrize("bug", FOUND_BY)
-def test_a_bug_that_is_put_in_is_found(bug: str) -> None:
-    seed = first_failing(bug, FOUND_BY[bug][1])
-    assert run_seed(seed).violations == [], "without the bug it passes"
-
-
-def test_an_answer_before_the_sync_is_not_linearizable() -> None:
-    first_failing("answers_before_sync", "is not linearizable")
-
-
 def test_facts_of_a_run_that_are_changed_are_found() -> None:
     """Two checkers need several nodes to find anything; until then, facts are changed."""
     simulation = Simulation(9, Options())
@@ -157,7 +123,7 @@ class TestCommand:
     def test_a_seed_that_fails_says_how_to_replay_it(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        seed = first_failing("forgets_answers", "was not answered")
+        seed = FOUND["forgets_answers"].seed
         words = ["--seeds", f"{seed}..{seed + 5}", "--bug", "forgets_answers", "--no-shrink"]
         assert main(words) == 1
         out = capsys.readouterr().out
@@ -174,15 +140,13 @@ class TestCommand:
     def test_the_seeds_that_show_the_bugs_of_replication(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        bugs = {"streams-show-synced": ClusterBug("found"), "none": ClusterBug("not found")}
-        bugs["streams-show-synced"] = CLUSTER_BUGS["streams-show-synced"]
-        monkeypatch.setattr(command, "CLUSTER_BUGS", bugs)
-        monkeypatch.setattr(command, "WIDE_BUGS", {})
-        monkeypatch.setattr(command, "BUGS", {})
+        bugs = {"streams-show-synced": PLANTED["streams-show-synced"], "none": Bug("", nodes=3)}
+        monkeypatch.setattr(command, "PLANTED", bugs)
         words = ["--bug", "all", "--seeds", "2"]
         assert main(words) == 1
         found, missed = capsys.readouterr().out.splitlines()
         assert found.split()[:3] == ["streams-show-synced", "seed", "0"]
+        assert "committed first: " in found
         assert "was committed" in found
         assert missed.split() == ["none", "no", "seed", "from", "0", "to", "1"]
         del bugs["none"]
@@ -200,7 +164,7 @@ class TestCommand:
         "words",
         [
             ["--seeds", "0"], ["--seeds", "x"], ["--seeds", "5..3"], ["--bug", "none"],
-            ["--act", "blink"],
+            ["--act", "blink"], ["--nodes", "3", "--bug", "forgets_answers"],
         ],
     )  # fmt: skip
     def test_bad_arguments(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

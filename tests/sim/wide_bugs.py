@@ -1,39 +1,61 @@
-"""Faults of documents, collections, streams and disks that can be put in on purpose.
+"""Faults of documents, collections, streams, disks, cuts, scans, hashes and batches that can be put
+in on purpose.
 
 Each replaces one rule of the product by a wrong one, as those of `sim.cluster_bugs` do. Plans that
-are widened (`sim.plan.widened`) reach them.
+are widened or probed (`sim.plan`) reach them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from clients.consumer.batch_reader import CutMeeting
 from dcp.core.store_schedule import MergeCycle
 from dcp.session import streams
 from dcp.session.answers import marks as answer_marks
 from dcp.session.answers.held_answers import HeldAnswers
+from dcp.session.kv import batches as batch_commands
 from dcp.session.kv import updates
+from dcp.session.kv.hash_reads import HashReads
+from dcp.session.kv.scans import ScanCommands
+from dcp.session.state import SessionState
 from dcp.session.subdoc import json_operations
 from dcp.session.subdoc.json_operations import Edit
 from dcp.session.subdoc.json_scan import ValuePlace
+from dcp.stream import pending_cut
+from dcp.stream.active_stream import ActiveStream
+from dcp.stream.pending_cut import PendingCut
+from dcp.wire.frame import Frame
 from dcp.wire.status import Status
+from failover.replication.cuts import cut_leader, cut_member
+from failover.replication.cuts.cut_member import CutMember
 from failover.rules import rollback
+from failover.rules.cut import Ask
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Decision, Question, RollbackKind
-from sim.planting import ClusterBug, Replaced
-from sim.view_bugs import VIEW_BUGS
+from sim import prober
+from sim.planting import Bug, Replaced, all_replaced, one
+from vbucket.engine import cut as cut_module
 from vbucket.engine import engine as engine_module
+from vbucket.engine import hashes
+from vbucket.engine.cut import Cut
+from vbucket.engine.documents import batch as batch_module
 from vbucket.engine.documents import read_modify_write
+from vbucket.engine.documents.batch import BatchChange, apply_batch
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.documents.read_modify_write import Counted, Touched, expiry_of
 from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument, _document_of
 from vbucket.engine.keyspace import MUTATION, Keyspace
 from vbucket.engine.partition import Partition
-from vbucket.log import record
+from vbucket.engine.read_view import ReadView
+from vbucket.log import record, recovery
 from vbucket.log.device_files import FileLogDevice
+from vbucket.log.recovery import RecoveredGroup, Recovery
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT
 from vbucket.model.manifest import Manifest, ManifestEvent, SystemEventKind
+from vbucket.native.key_hashes import KeyHashes, Row, RowForm
 from vbucket.store.key_record import StoredMeta
 
 # -- expiries --------------------------------------------------------------------------------------
@@ -228,17 +250,167 @@ def _any_held(held: HeldAnswers, *args: Any, **named: Any) -> None:
 
 _held_init = HeldAnswers.__init__
 
-WIDE_BUGS: Final[dict[str, ClusterBug]] = {
-    "touch-in-vain": ClusterBug(
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+_draw_cut = cut_module.draw_cut
+
+
+def _cut_of_committed(engine: Engine, now_ns: int) -> Cut:
+    """A cut notes what is committed of each partition, and not what has a CAS by then."""
+    cut = _draw_cut(engine, now_ns)
+    return cut._replace(seqnos=[part.committed_seqno for part in engine.partitions])
+
+
+def _cut_above_all(engine: Engine, now_ns: int) -> Cut:
+    """A cut notes no end for the partition that has the most."""
+    cut = _draw_cut(engine, now_ns)
+    longest = max(cut.seqnos)
+    return cut._replace(seqnos=[seqno + 3 * (seqno == longest) for seqno in cut.seqnos])
+
+
+_reached_by = PendingCut.reached_by
+
+
+def _never_waits(cut: PendingCut, stream: ActiveStream) -> bool:
+    """A stream that has reached a cut goes on."""
+    _reached_by(cut, stream)
+    return False
+
+
+def _told_early(cut: PendingCut, drawn: Cut, streams: Any) -> None:
+    """A cut waits for one stream only."""
+    _pending_init(cut, drawn, streams)
+    cut.behind = set(sorted(cut.behind)[:1])
+
+
+_pending_init = PendingCut.__init__
+
+# -- cuts of clusters ------------------------------------------------------------------------------
+
+_draw = CutMember.draw
+
+
+def _draw_and_go_on(member: CutMember, ask: Ask, clock_ns: int) -> str:
+    """A member that has drawn a cut goes on committing."""
+    why = _draw(member, ask, clock_ns)
+    if not why:
+        member._watermarks.held = None
+    return why
+
+
+def _any_meeting(meeting: CutMeeting[Any], following: Collection[Any], followed: set[int]) -> bool:
+    """A consumer holds a cut when each connection waits at some cut."""
+    is_cut = len(meeting._at) == len(following) > 0
+    if is_cut:
+        meeting.release()
+    return is_cut
+
+
+def _median_closed(members: Iterable[tuple[int, int]], _clock_ns: int) -> int:
+    """The next time is above what half of the members have closed."""
+    found = sorted(first for _, first in members)
+    return found[(len(found) - 1) // 2]
+
+
+# -- scans -----------------------------------------------------------------------------------------
+
+_resolve = ReadView._resolve
+
+
+def _resolve_newest(view: ReadView, key: bytes, *, with_value: bool) -> Any:
+    """A view moves on with its partition."""
+    view.seqno = max(view.seqno, view._part.high_seqno)
+    return _resolve(view, key, with_value=with_value)
+
+
+_create = ScanCommands.create
+
+
+def _create_at_once(commands: ScanCommands, request: Frame) -> None:
+    """The answer to a scan's request does not wait until what it shows is committed."""
+    with all_replaced((Replaced(SessionState, "observes", lambda *_: None),)):
+        _create(commands, request)
+
+
+# -- hashes ----------------------------------------------------------------------------------------
+
+
+def _change_without_removed(
+    table: KeyHashes, _removed: list[Row], added: list[Row], form: RowForm
+) -> None:
+    """What a document was before stays in the sum."""
+    table.documents += table._add(added, form, 1)
+
+
+_rows_of = hashes._Work.rows_of
+
+
+def _rows_of_all_but_last(work: Any, keys: list[bytes]) -> list[Row]:
+    """The last key in memory is left out."""
+    return _rows_of(work, keys)[:-1]
+
+
+def _answer_at_once(reads: HashReads, request: Frame, extras: bytes, value: bytes) -> None:
+    """An answer does not wait until what it tells is committed."""
+    reads._state.answer(request, extras=extras, value=value)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def _apply_one_by_one(engine: Engine, changes: Sequence[BatchChange]) -> list[Outcome]:
+    """Each change of a batch is checked when those before it are made."""
+    made: list[Outcome] = []
+    for index, change in enumerate(changes):
+        try:
+            made += apply_batch(engine, [change])
+        except batch_module.BatchRefusedError as error:
+            raise batch_module.BatchRefusedError(index, error.status) from error
+    return made
+
+
+def _apply_without_last(engine: Engine, changes: Sequence[BatchChange]) -> list[Outcome]:
+    """The last change of a large batch is answered, and not made."""
+    if len(changes) < 3:
+        return apply_batch(engine, changes)
+    made = apply_batch(engine, changes[:-1])
+    last = engine.partitions[changes[-1].vb_id]
+    return [*made, (0, made[0][1], last.high_seqno)]
+
+
+# -- disks and copies ------------------------------------------------------------------------------
+
+
+def _present_only(recovery: Recovery) -> Iterator[RecoveredGroup]:
+    """A start reads the segments that are there, as if none was missing."""
+    segments = [
+        number for number in recovery._device.segments() if number > recovery._after_segment
+    ]
+    for segment in segments:
+        data = recovery._device.read(segment)
+        recovery._is_known = False
+        yield from recovery._groups_of(segment, data, is_newest=segment == segments[-1])
+    recovery._check_end()
+    recovery._is_scanned = True
+
+
+def _no_reason(*_args: object, **_named: object) -> str:
+    """A copy takes what another one has, whatever the history and what is committed."""
+    return ""
+
+
+WIDE_BUGS: Final[dict[str, Bug]] = {
+    "touch-in-vain": Bug(
         "a touch keeps the expiry", (_ONE_BY_ONE, Replaced(updates, "touch", _touch_in_vain)),
         nodes=1,
     ),
-    "expiry-is-lost": ClusterBug(
+    "expiry-is-lost": Bug(
         "a document is stored without its expiry",
         (_ONE_BY_ONE, Replaced(Engine, "put", _put_for_ever)),
         nodes=1,
     ),
-    "due-is-answered": ClusterBug(
+    "due-is-answered": Bug(
         "a due document is answered as long as nobody pages it out",
         (
             Replaced(Engine, "expire_if_due", _is_not_due),
@@ -246,86 +418,149 @@ WIDE_BUGS: Final[dict[str, ClusterBug]] = {
         ),
         nodes=1,
     ),
-    "pages-anywhere": ClusterBug(
-        "replicas expire documents themselves", (Replaced(Pager, "_takes_writes", _takes_all),)
+    "pages-anywhere": one(
+        "replicas expire documents themselves", Pager, "_takes_writes", _takes_all
     ),
-    "revision-again": ClusterBug(
+    "revision-again": one(
         "a document that is created again begins at revision 1",
-        (Replaced(Engine, "meta_to_change", _revision_begins_again),), nodes=1,
+        Engine, "meta_to_change", _revision_begins_again, nodes=1,
     ),
-    "last-one-wins": ClusterBug(
-        "SET_WITH_META resolves no conflict",
-        (Replaced(Engine, "put_with_meta", _last_one_wins),), nodes=1,
+    "last-one-wins": one(
+        "SET_WITH_META resolves no conflict", Engine, "put_with_meta", _last_one_wins, nodes=1
     ),
-    "cas-of-the-clock": ClusterBug(
-        "a CAS follows the wall clock back",
-        (Replaced(Engine, "begin_batch", _cas_of_the_clock),), nodes=1,
+    "cas-of-the-clock": one(
+        "a CAS follows the wall clock back", Engine, "begin_batch", _cas_of_the_clock, nodes=1
     ),
-    "cas-unchecked": ClusterBug(
-        "a store does not compare the CAS", (Replaced(Engine, "store", _store_unchecked),), nodes=1
+    "cas-unchecked": one(
+        "a store does not compare the CAS", Engine, "store", _store_unchecked, nodes=1
     ),
-    "pushed-first": ClusterBug(
+    "pushed-first": one(
         "an element that is pushed to the end of a list comes first",
-        (Replaced(json_operations, "_with_last", _as_first),), nodes=1,
+        json_operations, "_with_last", _as_first, nodes=1,
     ),
-    "counts-from-initial": ClusterBug(
+    "counts-from-initial": one(
         "a counter that is created gets the delta as well",
-        (Replaced(updates, "count", _count_from_initial),), nodes=1,
+        updates, "count", _count_from_initial, nodes=1,
     ),
-    "appends-before": ClusterBug(
-        "an APPEND comes before the document", (Replaced(updates, "extend", _extend_before),),
-        nodes=1,
+    "appends-before": one(
+        "an APPEND comes before the document", updates, "extend", _extend_before, nodes=1
     ),
-    "replica-shows-newest": ClusterBug(
+    "replica-shows-newest": one(
         "GET_REPLICA answers what is not committed",
-        (Replaced(Engine, "get_from_replica", _newest_from_replica),),
+        Engine, "get_from_replica", _newest_from_replica,
     ),
-    "drop-keeps-count": ClusterBug(
+    "drop-keeps-count": one(
         "documents of a dropped collection are counted",
-        (Replaced(CollectionCounts, "forget", _forget_not_their_documents),), nodes=1,
+        CollectionCounts, "forget", _forget_not_their_documents, nodes=1,
     ),
-    "collection-id-again": ClusterBug(
+    "collection-id-again": one(
         "the id of a dropped collection comes back",
-        (Replaced(Manifest, "create_collection", _create_with_a_free_id),), nodes=1,
+        Manifest, "create_collection", _create_with_a_free_id, nodes=1,
     ),
-    "drop-untold": ClusterBug(
+    "drop-untold": one(
         "streams do not tell that a collection is dropped",
-        (Replaced(Keyspace, "_tell", _tell_no_drop),), nodes=1,
+        Keyspace, "_tell", _tell_no_drop, nodes=1,
     ),
-    "no-rollback": ClusterBug(
-        "a consumer of another history goes on", (Replaced(streams, "decide", _goes_on),), nodes=1
+    "no-rollback": one(
+        "a consumer of another history goes on", streams, "decide", _goes_on, nodes=1
     ),
-    "rollback-miscounts": ClusterBug(
-        "a rollback counts a document twice", (Replaced(Keyspace, "_is_live", _is_not_due),),
-        nodes=1,
+    "rollback-miscounts": one(
+        "a rollback counts a document twice", Keyspace, "_is_live", _is_not_due, nodes=1
     ),
-    "folder-unsynced": ClusterBug(
-        "a new segment's name is not synced", (Replaced(FileLogDevice, "_sync_folder", _nothing),),
-        nodes=1,
+    "folder-unsynced": one(
+        "a new segment's name is not synced", FileLogDevice, "_sync_folder", _nothing, nodes=1
     ),
-    "log-unsynced": ClusterBug(
-        "a group is answered without a sync", (Replaced(FileLogDevice, "sync", _nothing),), nodes=1
+    "log-unsynced": one(
+        "a group is answered without a sync", FileLogDevice, "sync", _nothing, nodes=1
     ),
-    "checksum-unread": ClusterBug(
-        "a record's checksum is not looked at",
-        (Replaced(record, "_record_at", _record_unchecked),), nodes=1,
+    "checksum-unread": one(
+        "a record's checksum is not looked at", record, "_record_at", _record_unchecked, nodes=1
     ),
-    "seal-unsynced": ClusterBug(
+    "seal-unsynced": one(
         "the end of a sealed segment is not synced",
-        (Replaced(FileLogDevice, "_cut_durably", _cut_only),), nodes=1,
+        FileLogDevice, "_cut_durably", _cut_only, nodes=1,
     ),
-    "deletes-unmerged": ClusterBug(
+    "deletes-unmerged": one(
         "a segment is deleted that was not merged",
-        (Replaced(MergeCycle, "begin", _merges_too_little),), nodes=1,
+        MergeCycle, "begin", _merges_too_little, nodes=1,
     ),
-    "level-is-nothing": ClusterBug(
+    "level-is-nothing": one(
         "a durable write is answered by the master's disk alone",
-        (Replaced(HeldAnswers, "__init__", _any_held),),
+        HeldAnswers, "__init__", _any_held,
     ),
-    "timeout-is-success": ClusterBug(
+    "timeout-is-success": one(
         "a write that was not committed in time is answered with success",
-        (Replaced(answer_marks, "AMBIGUOUS", Status.OK),),
+        answer_marks, "AMBIGUOUS", Status.OK,
     ),
-    **VIEW_BUGS,
+    "cut-of-committed": one(
+        "a cut leaves out what has a CAS, and is not committed yet",
+        pending_cut, "draw_cut", _cut_of_committed, nodes=1,
+    ),
+    "cut-beyond": one(
+        "a cut has changes of one partition that came later",
+        pending_cut, "draw_cut", _cut_above_all, nodes=1,
+    ),
+    "cut-passed": one(
+        "streams pass a cut before it is told", PendingCut, "reached_by", _never_waits, nodes=1
+    ),
+    "cut-told-early": one(
+        "a cut is told when the first stream has reached it",
+        PendingCut, "__init__", _told_early, nodes=1,
+    ),
+    "cut-commits-on": one(
+        "a node that has drawn a cut of the cluster commits before all have",
+        CutMember, "draw", _draw_and_go_on,
+    ),
+    "cut-meets-anywhere": one(
+        "a consumer takes cuts of several times for one", CutMeeting, "is_cut", _any_meeting
+    ),
+    "cut-closes-nothing": one(
+        "a node that has drawn a cut gives changes a CAS below its time",
+        cut_member, "close_time", _nothing,
+    ),
+    "cut-held-for-ever": one(
+        "a node waits for ever for a leader's word that a cut is complete",
+        CutMember, "tick", _nothing,
+    ),
+    "cut-waits-for-clock": one(
+        "a node that has closed times ahead of its clock takes part again when the clock is there",
+        cut_leader, "first_open_of_all", _median_closed,
+    ),
+    "scan-moves-on": one(
+        "a scan shows what is written while it runs", ReadView, "_resolve", _resolve_newest
+    ),
+    "scan-uncommitted": one(
+        "a scan shows what is not committed", ScanCommands, "create", _create_at_once
+    ),
+    "hashes-keep-old": one(
+        "hashes keep what a document was before",
+        KeyHashes, "change", _change_without_removed, nodes=1,
+    ),
+    "hashes-miss-one": one(
+        "hashes leave out a document that is in memory",
+        hashes._Work, "rows_of", _rows_of_all_but_last, nodes=1,
+    ),
+    "batch-one-by-one": one(
+        "a batch that is refused was made in part",
+        batch_commands, "apply_batch", _apply_one_by_one, nodes=1,
+    ),
+    "batch-lacks-last": one(
+        "the last change of a batch is not made",
+        batch_commands, "apply_batch", _apply_without_last, nodes=1,
+    ),
+    "gap-is-read-over": one(
+        "a start does not miss segments of the log that its store lacks",
+        Recovery, "groups", _present_only, nodes=1,
+    ),
+    "early-end-is-good": one(
+        "a start does not look whether the log ends too early",
+        recovery, "lost_end", _nothing, nodes=1,
+    ),
+    "repair-takes-all": one(
+        "a copy takes versions of another history", prober, "why_not_taken", _no_reason
+    ),
+    "hashes-at-once": one(
+        "hashes are told before the changes are committed", HashReads, "_answer", _answer_at_once
+    ),
 }  # fmt: skip
 """Name -> the bug."""
