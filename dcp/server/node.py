@@ -451,7 +451,7 @@ class Node:
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
             self._tasks, self._log, self.about.data_dir,
-            kick=self._kick_for, publish=after_commit.tell,
+            kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
         self.replicated = replicated_node(parts, storage.node_id, identity, self._settings, access)
         self._users.let_cluster_in(identity.secrets)
@@ -569,16 +569,11 @@ class Node:
         seconds = replicated.access.meta.seconds
         return ClusterSources(replicated.session, replicated.core, seconds)
 
-    def _kick(self) -> None:
-        """Commit what is pending; for parts that are created before the committer."""
-        self.write.committer.kick()
-
-    def _kick_for(self, link: object) -> None:
-        """The same of what a link to another node has brought; None: somebody else has."""
-        if link is None:
-            self.write.committer.kick()
-        else:
-            self.write.committer.kick_for(link)
+    def _kick(self, source: object = None) -> None:
+        """Commit what is pending, which `source` may have brought; for parts that are created
+        before the committer.
+        """
+        self.write.committer.kick(source)
 
     # -- while it runs -----------------------------------------------------------------------------
 

@@ -501,7 +501,7 @@ async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Ser
             server.device.append = full  # type: ignore[method-assign]
             server.set(b"large", LARGE)
             server.committer._is_scheduled = False
-            server.committer.kick_now()
+            server.committer._begin()
 
     def full(data: bytes, **_: bool) -> None:
         server.device.fail_append(1)
@@ -580,7 +580,7 @@ async def test_who_is_alone_does_not_wait_for_a_turn(
     def brought_by(source: object) -> list[int]:
         key = b"\0k"
         assert server.engine.store(SET, VB, key, key, 0, 0, 0, 0)[0] == 0
-        server.committer.kick_for(source)
+        server.committer.kick(source)
         return server.committed
 
     assert brought_by(one) == []

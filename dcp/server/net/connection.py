@@ -405,11 +405,8 @@ class ClientConnection(asyncio.Protocol):
         if state.sender is not None:
             self.schedule_pump()
         if self._engine.keyspace.pending:
-            if state.is_full or state.is_closing:
-                self._committer.kick()
-            else:
-                # `release` may run within this call, so nothing may follow it here.
-                self._committer.kick_for(self)
+            # `release` may run within this call, so nothing may follow it here.
+            self._committer.kick(None if state.is_full or state.is_closing else self)
         if state.is_closing and not state.has_steps:
             self._close_if_done()
         elif state.is_full:
