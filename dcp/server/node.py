@@ -569,9 +569,11 @@ class Node:
         seconds = replicated.access.meta.seconds
         return ClusterSources(replicated.session, replicated.core, seconds)
 
-    def _kick(self) -> None:
-        """Commit what is pending; for parts that are created before the committer."""
-        self.write.committer.kick()
+    def _kick(self, source: object = None) -> None:
+        """Commit what is pending, which `source` may have brought; for parts that are created
+        before the committer.
+        """
+        self.write.committer.kick(source)
 
     # -- while it runs -----------------------------------------------------------------------------
 

@@ -501,7 +501,7 @@ async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Ser
             server.device.append = full  # type: ignore[method-assign]
             server.set(b"large", LARGE)
             server.committer._is_scheduled = False
-            server.committer.kick_now()
+            server.committer._begin()
 
     def full(data: bytes, **_: bool) -> None:
         server.device.fail_append(1)
@@ -569,3 +569,25 @@ async def test_a_mark_that_cannot_be_synced_is_final(server: Server) -> None:
     server.set(b"k")
     await server.until(lambda: server.failures)
     assert isinstance(server.failures[0], SyncFailedError)
+
+
+async def test_who_is_alone_does_not_wait_for_a_turn(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that brought changes lately may have more: their changes go into one group."""
+    one, other = object(), object()
+
+    def brought_by(source: object) -> list[int]:
+        key = b"\0k"
+        assert server.engine.store(SET, VB, key, key, 0, 0, 0, 0)[0] == 0
+        server.committer.kick(source)
+        return server.committed
+
+    assert brought_by(one) == []
+    await server.until(lambda: server.committed == [1])
+    monkeypatch.setattr(module, "ALONE_NS", 0)
+    assert brought_by(other) == [1, 2]
+    monkeypatch.setattr(module, "ALONE_NS", 1 << 60)
+    assert brought_by(other) == [1, 2, 3]
+    assert brought_by(one) == brought_by(other) == [1, 2, 3]
+    await server.until(lambda: server.committed == [1, 2, 3, 4])

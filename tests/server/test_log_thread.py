@@ -170,12 +170,12 @@ async def test_no_zeros_are_written_while_the_thread_writes(files: Files) -> Non
             files.committer.ahead.room_bytes_min = 1 << 60
             files.give(b"\0large", LARGE)
             files.committer._is_scheduled = False
-            files.committer.kick_now()
+            files.committer._begin()
 
     files.told.published = and_go_on
     files.give(b"\0small", 3)
     files.committer._is_scheduled = False
-    files.committer.kick_now()
+    files.committer._begin()
     assert files.committer._aside is not None
     assert not files.committer.ahead.is_reserving
     await files.until(lambda: len(files.published) == 2)

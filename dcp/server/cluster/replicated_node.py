@@ -125,8 +125,8 @@ class ServerParts(NamedTuple):
     tasks: Tasks
     log: EventLog
     data_dir: Path
-    kick: Callable[[], None]
-    """Commits what is pending."""
+    kick: Callable[[object], None]
+    """Commits what is pending, which a link has brought (None: somebody else)."""
     publish: Callable[[Published], None]
     """Tells the rest of the server what is committed."""
 
@@ -408,7 +408,7 @@ class ReplicatedNode(NodeTurns):
         self.acknowledge()
         self._links = [each for each in self._links if not self._has_ended(each)]
         if self._parts.engine.keyspace.has_pending:
-            self._parts.kick()
+            self._parts.kick(None)
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
@@ -577,7 +577,7 @@ class ReplicatedNode(NodeTurns):
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
         connection = MemberLink(
-            link, self.access.login(tls), self._link_moved, tls=tls, name=name,
+            link, self.access.login(tls), partial(self._link_moved, link), tls=tls, name=name,
             member=effect.member, traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)
@@ -594,7 +594,7 @@ class ReplicatedNode(NodeTurns):
         for each in self._links:
             if each.member == member:
                 each.cut()
-        self._link_moved()
+        self._link_moved(None)
 
     def _has_ended(self, connection: MemberLink) -> bool:
         """Whether nothing more comes of a connection; tell once why there is none."""
@@ -606,8 +606,14 @@ class ReplicatedNode(NodeTurns):
             self.own_links.failed(elapsed_ns(), connection.member, connection.trouble)
         return True
 
-    def _link_moved(self) -> None:
-        self.guarded(self.carry_out)
+    def _link_moved(self, link: object) -> None:
+        self.guarded(partial(self._take_in, link))
+
+    def _take_in(self, link: object) -> None:
+        """Write what a link has brought, and acknowledge it, before anything else that follows."""
+        if self._parts.engine.keyspace.has_pending:
+            self._parts.kick(link)
+        self.carry_out()
 
     def _map_changed(self, changed: MapChanged) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for

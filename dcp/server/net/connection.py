@@ -405,12 +405,8 @@ class ClientConnection(asyncio.Protocol):
         if state.sender is not None:
             self.schedule_pump()
         if self._engine.keyspace.pending:
-            if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
-                # Nobody else can add to the group. `release` may run within this call, so nothing
-                # may follow it here.
-                self._committer.kick_now()
-            else:
-                self._committer.kick()
+            # `release` may run within this call, so nothing may follow it here.
+            self._committer.kick(None if state.is_full or state.is_closing else self)
         if state.is_closing and not state.has_steps:
             self._close_if_done()
         elif state.is_full:

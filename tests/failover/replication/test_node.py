@@ -88,6 +88,7 @@ def test_one_transaction_takes_so_many_changes_of_records() -> None:
 
 def test_who_knows_a_higher_epoch_steps_down() -> None:
     cluster = serving()
+    cluster.a.deposed.clear()
     cluster.write(vacated(cluster.record), "a")
     part = cluster.a.part
     assert (part.state, part.guard, part.may_send_back) == (VbState.REPLICA, None, False)

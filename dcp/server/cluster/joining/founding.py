@@ -97,8 +97,17 @@ async def _until_there(view: ClusterView, nodes: int, log: EventLog) -> None:
 
 
 def _there(view: ClusterView) -> list[str]:
-    """Return who takes part."""
-    return [member for member in view.members if view.stays(member)]
+    """Return who takes part, and has read all records: a report comes after that. Who reads a
+    record later that names it takes it for an earlier process's, and waits for an election.
+    """
+    reports = view.reports
+    return [
+        member
+        for member in view.members
+        if view.stays(member)
+        and member in reports
+        and reports[member].item.mod_revision > view.alive[member].item.mod_revision
+    ]
 
 
 def _missing(replicated: ReplicatedNode) -> list[int]:
