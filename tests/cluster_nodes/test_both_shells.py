@@ -24,6 +24,7 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, EndReason, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.replication.node import ReplicationCore
 from sim.facts import Kind
 from sim.network import Side
 from sim.scenario import Scenario
@@ -74,6 +75,10 @@ class Shell(ABC):
         """Return that of a node."""
 
     @abstractmethod
+    def core(self) -> ReplicationCore:
+        """Return the master's."""
+
+    @abstractmethod
     async def call(self) -> Caller:
         """Connect to the master's node."""
 
@@ -108,23 +113,42 @@ class Shell(ABC):
     def part(self, name: str) -> Partition:
         return self.engine(name).partitions[self.vb_id]
 
+    def is_acknowledged(self, seqno: int) -> bool:
+        """Whether all others have synced a change, and the master has heard it. Nobody else writes,
+        so nothing is on its way then.
+        """
+        return all(self.part(name).synced_seqno >= seqno for name in self.replicas) and not any(
+            feed.inflight_bytes for feed in self.core().master.feeds.values()
+        )
+
+    async def round_trip(self, caller: Caller) -> None:
+        """Ask for something else, and get the answer: what could leave before has left."""
+        before = len(caller.frames)
+        caller.send(self.get(OTHER))
+        await self.until(lambda: len(caller.frames) > before)
+
     def set(self, key: bytes = KEY, value: bytes = b"new") -> bytes:
         return pack_request(Opcode.SET, vb_id=self.vb_id, key=key, value=value, extras=bytes(8))
 
     def get(self, key: bytes = KEY) -> bytes:
         return pack_request(Opcode.GET, vb_id=self.vb_id, key=key)
 
-    async def asked(self, harm: Callable[[], object]) -> tuple[Caller, Caller, int]:
+    async def asked(
+        self, harm: Callable[[], object], *, as_one: bool = False
+    ) -> tuple[Caller, Caller, int]:
         """Do harm, so that no answer may leave; then write a key on one connection and read it on
-        another. Return both, and the seqno of the change.
+        another. Return both, and the seqno of the change. `as_one`: in one batch, on the first.
         """
         writer, reader = await self.call(), await self.call()
         harm()
-        writer.send(self.set())
+        writer.send(self.set() + self.get() if as_one else self.set())
         newest = self.part(self.master).newest
         await self.until(lambda: b"\0" + KEY in newest)
+        seqno = seqno_of(newest[b"\0" + KEY])
+        if as_one:
+            return writer, writer, seqno
         reader.send(self.get())
-        return writer, reader, seqno_of(newest[b"\0" + KEY])
+        return writer, reader, seqno
 
     async def stream(self) -> Caller:
         """Open a stream of the partition, of what comes from now on."""
@@ -176,6 +200,11 @@ class ServerShell(Shell):
 
     def engine(self, name: str) -> Engine:
         return self._cluster.nodes[name].engine
+
+    def core(self) -> ReplicationCore:
+        found = self._replicated(self.master).core
+        assert isinstance(found, ReplicationCore)
+        return found
 
     async def call(self) -> Caller:
         port = self._cluster.nodes[self.master].ports.kv
@@ -264,6 +293,9 @@ class SimShell(Shell):
     def engine(self, name: str) -> Engine:
         return self._cluster.node(name).engine
 
+    def core(self) -> ReplicationCore:
+        return self._cluster.node(self.master).core
+
     async def call(self) -> Caller:
         sides: list[Side] = []
         self._cluster.network.connect(self._host, self.master, sides.append, pytest.fail)
@@ -342,11 +374,10 @@ ANSWERED = [Status.OK], [Status.OK]
 async def test_nothing_is_answered_before_the_masters_sync(kind: str, tmp_path: Path) -> None:
     """Replicas have a group, and their disks, before its master's disk: that does not commit it."""
     async with shell_of(kind, tmp_path) as shell:
-        consumer = await shell.stream()
+        consumer, late = await shell.stream(), await shell.call()
         writer, reader, seqno = await shell.asked(lambda: shell.hold_syncs(shell.master))
-        await shell.until(
-            lambda: all(shell.part(name).synced_seqno >= seqno for name in shell.replicas)
-        )
+        await shell.until(lambda: shell.is_acknowledged(seqno))
+        await shell.round_trip(late)
         assert shell.part(shell.master).committed_seqno < seqno
         assert results(writer, reader) == NOTHING
         assert consumer.answers(Opcode.DCP_MUTATION) == []
@@ -360,6 +391,7 @@ async def test_nothing_is_answered_before_the_masters_sync(kind: str, tmp_path: 
 @both
 async def test_a_replica_acknowledges_what_it_has_synced(kind: str, tmp_path: Path) -> None:
     async with shell_of(kind, tmp_path) as shell:
+        late = await shell.call()
         writer, reader, seqno = await shell.asked(
             lambda: [shell.hold_syncs(name) for name in shell.replicas]
         )
@@ -367,6 +399,7 @@ async def test_a_replica_acknowledges_what_it_has_synced(kind: str, tmp_path: Pa
             lambda: all(shell.part(name).high_seqno >= seqno for name in shell.replicas)
         )
         await shell.until(lambda: shell.part(shell.master).synced_seqno >= seqno)
+        await shell.round_trip(late)
         assert shell.part(shell.master).committed_seqno < seqno
         assert results(writer, reader) == NOTHING
         shell.let_sync()
@@ -387,7 +420,7 @@ async def test_a_fence_refuses_reads_and_ends_streams(kind: str, tmp_path: Path)
     """What waited goes on to wait, and is answered if the master is confirmed again."""
     async with shell_of(kind, tmp_path) as shell:
         consumer, late = await shell.stream(), await shell.call()
-        writer, reader, _ = await shell.asked(shell.cut_off)
+        writer, reader, _ = await shell.asked(shell.cut_off, as_one=True)
         await shell.until(lambda: shell.part(shell.master).state == VbState.FENCED)
         late.send(shell.get(OTHER))
         await shell.until(lambda: late.answers(Opcode.GET))
@@ -405,7 +438,7 @@ async def test_deposed_between_sync_and_answer_it_claims_nothing(kind: str, tmp_
     """The change may be there or not, so the writer is told that; the reader asks again."""
     async with shell_of(kind, tmp_path) as shell:
         late = await shell.call()
-        writer, reader, seqno = await shell.asked(shell.cut_off)
+        writer, reader, seqno = await shell.asked(shell.cut_off, as_one=True)
         await shell.until(lambda: shell.part(shell.master).synced_seqno >= seqno)
         await shell.until(
             lambda: any(shell.part(name).state == VbState.ACTIVE for name in shell.replicas)
