@@ -53,6 +53,7 @@ FOUND_BY = {
     "batch-lacks-last": (13, "a part of a batch"),
     "gap-is-read-over": (18, "MergeRefusedError"),
     "repair-takes-all": (36, "may take seqno"),
+    "repair-takes-older": (18, "its block is not what it was"),
     "early-end-is-good": (84, "history was not cut back"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others

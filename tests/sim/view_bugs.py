@@ -6,7 +6,10 @@ Plans with probers, and with consumers that ask for cuts, reach them (`sim.plan.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
+
+from google_crc32c import value as crc32c
 
 from clients.consumer.batch_reader import CutMeeting
 from dcp.session.kv import batches as batch_commands
@@ -20,8 +23,9 @@ from dcp.wire.frame import Frame
 from failover.replication.cuts import cut_leader, cut_member
 from failover.replication.cuts.cut_member import CutMember
 from failover.rules.cut import Ask
-from sim import prober
+from sim import prober, twin_mender
 from sim.planting import ClusterBug, Replaced, all_replaced
+from vbucket.check.mend import FROM_COPY
 from vbucket.engine import cut as cut_module
 from vbucket.engine import hashes
 from vbucket.engine.cut import Cut
@@ -32,6 +36,9 @@ from vbucket.engine.read_view import ReadView
 from vbucket.log import recovery
 from vbucket.log.recovery import RecoveredGroup, Recovery
 from vbucket.native.key_hashes import KeyHashes, Row, RowForm
+from vbucket.store.block import Block
+from vbucket.store.lmdb.page_mend import PageMender
+from vbucket.store.records import BY_SEQNO_TABLE
 
 # -- cuts ------------------------------------------------------------------------------------------
 
@@ -190,6 +197,21 @@ def _takes_all(*_args: object, **_named: object) -> str:
     return ""
 
 
+def _put_older(mender: PageMender, key: bytes, _entries: Sequence[bytes]) -> str:
+    """What cannot be read becomes what is before it in the block."""
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    assert place is not None
+    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
+    block, pieces = Block(key, value), [b""]
+    body = bytes(block.body)
+    for (start, end), crc in zip(pairwise((0, *block.ends)), block.frame_crcs, strict=True):
+        frame = body[start:end]
+        older = pieces[-1][: end - start].ljust(end - start, b"\0")
+        pieces.append(frame if crc32c(frame) == crc else older)
+    mender.put_value(BY_SEQNO_TABLE, key, place, value[: len(value) - len(body)] + b"".join(pieces))
+    return FROM_COPY
+
+
 VIEW_BUGS: Final[dict[str, ClusterBug]] = {
     "cut-of-committed": ClusterBug(
         "a cut leaves out what has a CAS, and is not committed yet",
@@ -262,6 +284,10 @@ VIEW_BUGS: Final[dict[str, ClusterBug]] = {
     "repair-takes-all": ClusterBug(
         "a copy takes versions of another history",
         (Replaced(prober, "why_not_taken", _takes_all),),
+    ),
+    "repair-takes-older": ClusterBug(
+        "a copy puts an older version in place of the one that it lacks, and proves nothing",
+        (Replaced(twin_mender, "put_versions", _put_older),),
     ),
     "hashes-at-once": ClusterBug(
         "hashes are told before the changes are committed",
