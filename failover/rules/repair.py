@@ -9,7 +9,7 @@ undone without a rollback of both.
 So nothing older replaces what is there: the versions asked for are those that this copy itself had.
 Whoever takes them proves each by the checksum that it has of it (`vbucket.check.mend`).
 
-Who calls it: `dcp.server.cluster.peer_repair`. The simulator does not know repairs.
+Who calls it: `dcp.server.cluster.peer_repair`, and the simulator's copies.
 """
 
 from __future__ import annotations

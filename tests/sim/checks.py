@@ -61,7 +61,7 @@ RULES: Final = {
     " in it began is in it, too, documents are those of that moment, and what follows is later.",
     "scans": "A scan shows a partition as it was at one moment, with all that was answered before.",
     "hashes": "Hashes and keys are those of all documents at the seqno that is told with them.",
-    "repairs": "What a copy may take of another one is what it had itself.",
+    "repairs": "What a copy takes of another one, and puts in place, is what it had itself.",
     "batches": "Of a batch, all changes are made, or none.",
     "receipts": "What an unclean election loses is in a receipt and in a discard file.",
     "same documents": "At rest, every consumer has the documents of the masters.",

@@ -207,6 +207,9 @@ class Repair(NamedTuple):
     vb_id: int
     own: dict[int, tuple[bytes, int]]
     taken: dict[int, tuple[bytes, int]]
+    put: bool | None = None
+    """Whether a block of the store that lacked one of them was what it had been once they were put
+    in place; None: they were not, because the block has none of them, or they prove nothing."""
 
 
 class AfterCut(NamedTuple):

@@ -32,6 +32,7 @@ from sim.network import Network
 from sim.node import SingleNode
 from sim.plan import Plan
 from sim.routing import Routing
+from sim.twin_mender import put_in_place
 from sim.workload import OUTCOMES, Workload
 from sim.world import MS, Host
 from vbucket.log.record import split_entries
@@ -280,6 +281,7 @@ class Prober:
         if why or part.incomplete_snapshot is not None:
             return
         own = node.engine.versions.entries(part, *seqnos, 1 << 30)
+        entries = split_entries(answer.entries)
         self._facts.repairs.append(
             Repair(
                 self._world.now_ns,
@@ -287,7 +289,8 @@ class Prober:
                 self._node,
                 vb_id,
                 _versions_of(own),
-                _versions_of(split_entries(answer.entries)),
+                _versions_of(entries),
+                put_in_place(node._machine.env, vb_id, entries),
             )
         )
 

@@ -46,7 +46,7 @@ _BY_CAUSE: Final = {
     "unclean": "rollbacks of a consumer after an unclean election",
 }
 OF_VIEWS: Final = (
-    "scans", "scans with changes under way", "hashes read", "repairs", "cuts",
+    "scans", "scans with changes under way", "hashes read", "repairs", "repairs in place", "cuts",
     "cuts after a rollback", "batches made", "batches refused", "batches without an answer",
 )  # fmt: skip
 """What probers and consumers that ask for cuts reach. Batches are of a node alone."""
@@ -62,10 +62,10 @@ OF_CLUSTERS: Final = (
     "receipts",
     "operations refused",
     "writes without an answer",
-    *OF_VIEWS[:6],
+    *OF_VIEWS[:7],
 )
 """All counts of clusters."""
-ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[6:])
+ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[7:])
 WANTED: Final = frozenset(OF_CLUSTERS)
 """What seeds of clusters have to reach."""
 _READS: Final = frozenset({Kind.GET})
@@ -118,6 +118,7 @@ def _views(facts: Facts) -> Counter[str]:
             ),
             "hashes read": len(facts.hashes),
             "repairs": len(facts.repairs),
+            "repairs in place": sum(bool(repair.put) for repair in facts.repairs),
             "batches made": of_batches[Outcome.OK],
             "batches refused": of_batches[Outcome.REFUSED],
             "batches without an answer": of_batches[Outcome.AMBIGUOUS],

@@ -19,6 +19,7 @@ from sim.facts import (
     Mastership,
     Operation,
     Outcome,
+    Repair,
     Scanned,
 )
 from sim.ledger import Ledger, end_of
@@ -269,3 +270,10 @@ class TestCuts:
         assert cuts.broken(facts)
         facts.after_cuts = [facts.after_cuts[0]._replace(key=b"m1")]
         assert cuts.broken(facts) == [], "a CAS from elsewhere"
+
+
+@pytest.mark.parametrize("put", [True, False, None])
+def test_what_is_put_in_place_has_to_be_what_was_there(put: bool | None) -> None:
+    version = {3: (b"k", 9)}
+    found = shown.repairs([Repair(1, "n1", "n2", 0, version, version, put)])
+    assert ["its block is not what it was" in each for each in found] == [True] * (put is False)

@@ -8,7 +8,10 @@ are widened or probed (`sim.plan`) reach them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
+
+from google_crc32c import value as crc32c
 
 from clients.consumer.batch_reader import CutMeeting
 from dcp.core.store_schedule import MergeCycle
@@ -34,8 +37,9 @@ from failover.rules import rollback
 from failover.rules.cut import Ask
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Decision, Question, RollbackKind
-from sim import prober
+from sim import prober, twin_mender
 from sim.planting import Bug, Replaced, all_replaced, one
+from vbucket.check.mend import FROM_COPY
 from vbucket.engine import cut as cut_module
 from vbucket.engine import engine as engine_module
 from vbucket.engine import hashes
@@ -56,7 +60,10 @@ from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT
 from vbucket.model.manifest import Manifest, ManifestEvent, SystemEventKind
 from vbucket.native.key_hashes import KeyHashes, Row, RowForm
+from vbucket.store.block import Block
 from vbucket.store.key_record import StoredMeta
+from vbucket.store.lmdb.page_mend import PageMender
+from vbucket.store.records import BY_SEQNO_TABLE
 
 # -- expiries --------------------------------------------------------------------------------------
 
@@ -400,6 +407,21 @@ def _no_reason(*_args: object, **_named: object) -> str:
     return ""
 
 
+def _put_older(mender: PageMender, key: bytes, _entries: Sequence[bytes]) -> str:
+    """What cannot be read becomes what is before it in the block."""
+    place = mender.place_of_value(BY_SEQNO_TABLE, key)
+    assert place is not None
+    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
+    block, pieces = Block(key, value), [b""]
+    body = bytes(block.body)
+    for (start, end), crc in zip(pairwise((0, *block.ends)), block.frame_crcs, strict=True):
+        frame = body[start:end]
+        older = pieces[-1][: end - start].ljust(end - start, b"\0")
+        pieces.append(frame if crc32c(frame) == crc else older)
+    mender.put_value(BY_SEQNO_TABLE, key, place, value[: len(value) - len(body)] + b"".join(pieces))
+    return FROM_COPY
+
+
 WIDE_BUGS: Final[dict[str, Bug]] = {
     "touch-in-vain": Bug(
         "a touch keeps the expiry", (_ONE_BY_ONE, Replaced(updates, "touch", _touch_in_vain)),
@@ -558,6 +580,10 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
     ),
     "repair-takes-all": one(
         "a copy takes versions of another history", prober, "why_not_taken", _no_reason
+    ),
+    "repair-takes-older": one(
+        "a copy puts an older version in place of the one that it lacks, and proves nothing",
+        twin_mender, "put_versions", _put_older,
     ),
     "hashes-at-once": one(
         "hashes are told before the changes are committed", HashReads, "_answer", _answer_at_once

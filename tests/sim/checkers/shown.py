@@ -108,8 +108,17 @@ def hashes(
 
 
 def repairs(taken: Iterable[Repair]) -> list[str]:
-    """What a copy may take of another one is what it had itself. Some may be compacted there."""
-    return [
+    """What a copy may take of another one is what it had itself. Some may be compacted there. What
+    was put in place is, to the byte, what was there.
+    """
+    taken = tuple(taken)
+    wrong = [
+        f"{each.node} put versions {sorted(each.taken)} of vb {each.vb_id} from {each.source} in"
+        f" place at {each.at_ns / MS:.3f} ms, and its block is not what it was"
+        for each in taken
+        if each.put is False
+    ]
+    return wrong + [
         f"{each.node} may take seqno {seqno} of vb {each.vb_id} from {each.source} at"
         f" {each.at_ns / MS:.3f} ms: {version}, and it had {each.own[seqno]}"
         for each in taken
