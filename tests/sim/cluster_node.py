@@ -315,9 +315,14 @@ class ClusterNode(SingleNode):
         while self.core.has_effects:
             for effect in self.core.take_effects():
                 self._carry_out_one(effect)
+        has_closed = False
         for handler in self._handlers:
-            handler.flush()
-        if any(handler.is_over for handler in self._handlers):
+            link = handler.link
+            is_closed = link.state is LinkState.CLOSED
+            if is_closed or link._out:
+                handler.flush()
+            has_closed = has_closed or is_closed
+        if has_closed:
             self._handlers = [handler for handler in self._handlers if not handler.is_over]
         self._note_masterships()
         if self.engine.keyspace.has_pending:
