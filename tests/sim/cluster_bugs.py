@@ -463,7 +463,8 @@ PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS
 
 def node_type(bug: str) -> type[Any] | None:
     """Return the type of nodes that a run with a bug has; None: the usual one."""
-    return PLANTED[bug].node if bug else None
+    found = PLANTED.get(bug)
+    return None if found is None else found.node
 
 
 @contextmanager

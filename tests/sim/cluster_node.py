@@ -233,9 +233,14 @@ class ClusterNode(SingleNode, NodeTurns):
 
     def end_turn(self) -> None:
         """See NodeTurns."""
+        has_closed = False
         for handler in self._handlers:
-            handler.flush()
-        if any(handler.is_over for handler in self._handlers):
+            link = handler.link
+            is_closed = link.state is LinkState.CLOSED
+            if is_closed or link._out:
+                handler.flush()
+            has_closed = has_closed or is_closed
+        if has_closed:
             self._handlers = [handler for handler in self._handlers if not handler.is_over]
         if self._plan.older_formats and self._format == FORMAT:
             self._note_formats()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from sim.world import MS, SECOND, Host, Timer, World
+from sim.world import ARGS, MS, SECOND, Host, Timer, World
 
 SEND_BUFFER_BYTES = 256 << 10
 """Bytes under way above which `can_write` is false: what kernels buffer, about."""
@@ -194,10 +194,10 @@ class Side:
         for timer in flying:
             when_ns = max(self._last_arrival_ns, self.link.arrival_ns(world, 0))
             self._last_arrival_ns = when_ns
-            action, args = timer.action, timer.args
+            _, _, host, incarnation, action, args = timer
             assert action is not None, "what is cancelled flies no more"
             timer.cancel()
-            self._flying.append(world.at(when_ns, timer.host, timer.incarnation, action, args))
+            self._flying.append(world.at(when_ns, host, incarnation, action, args))
 
     def mended(self) -> None:
         """The direction is whole again: send what it held back."""
@@ -241,9 +241,9 @@ class Side:
         """Lose all pieces under way but the first `keep`; the next one may be cut in the middle."""
         flying = list(self._flying)
         for index, timer in enumerate(flying[keep:]):
-            data = timer.args[0]
+            (data,) = timer[ARGS]
             cut = self.network.world.below(len(data)) if index == 0 and keep and data else 0
-            timer.args = (data[:cut],)
+            timer[ARGS] = (data[:cut],)
             if not cut:
                 timer.cancel()
                 self._flying.remove(timer)

@@ -341,7 +341,8 @@ class SingleNode:
             with self._machine.env.write() as write:
                 put_failover(write, vb_id, document)
         for connection in list(self.connections):
-            connection.release()
+            if connection.held.batches:
+                connection.release()
 
     def settle(self, vb_ids: Iterable[int]) -> None:
         """What could cut back these partitions has happened, or never will."""

@@ -73,7 +73,7 @@ class Restorer:
 
     def _look(self) -> None:
         views = self._nodes.views()
-        if any(older_records(view) for view in views) or self._lacks_collections():
+        if any(older_records(view) for view in views) or self.lacks_collections():
             self._restore(accepts_loss=False)
         waits = any(map(_waits_for_silent, views)) or self._nodes.are_unproven()
         self._waited_ns = self._waited_ns or self._world.now_ns if waits else 0
@@ -82,7 +82,7 @@ class Restorer:
             self._restore(accepts_loss=True)
         self._world.after(LOOK_NS, self._look)
 
-    def _lacks_collections(self) -> bool:
+    def lacks_collections(self) -> bool:
         """Whether the store has an older list of collections than a node that runs."""
         found = self._nodes.store().apply(self._world.now_ns, Range(KEYS.manifest))
         assert isinstance(found, RangeResult)

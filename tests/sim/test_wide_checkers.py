@@ -159,6 +159,17 @@ class TestReplicaReads:
         assert self.problems(1)
         assert self.problems(2, at_ns=2 * SECOND)
 
+    @pytest.mark.parametrize(("began", "is_committed"), [(2, True), (1, False)])
+    def test_a_later_version_commits_what_it_goes_on_from(
+        self, began: int, is_committed: bool
+    ) -> None:
+        """Its own history has compacted the change away."""
+        read = operation(Kind.GET_REPLICA, 1, cas=2, value=b"v")
+        later = History(9, "n2", 0, ((B, began), (A, 0)), 7, {})
+        facts = [Committed(1, "n2", 0, B, 5)]
+        found = replica_reads.uncommitted([read], [self.history, later], facts)
+        assert (found == []) is is_committed
+
 
 class TestRollbacks:
     final = History(9, "n1", 0, ((B, 5), (A, 0)), 9, {})

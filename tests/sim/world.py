@@ -37,22 +37,20 @@ class EventEndedError(BaseException):
         """Do what that means for everybody else."""
 
 
-class Timer:
-    """An event that will run, unless it is cancelled."""
+WHEN_NS, HOST, INCARNATION, ACTION, ARGS = 0, 2, 3, 4, 5
 
-    __slots__ = ("action", "args", "host", "incarnation")
 
-    def __init__(
-        self, host: Host | None, incarnation: int, action: Action, args: tuple[Any, ...]
-    ) -> None:
-        self.host = host
-        self.incarnation = incarnation
-        self.action: Action | None = action
-        self.args = args
+class Timer(list[Any]):
+    """An event that will run, unless it is cancelled: when, its number, host, incarnation, action,
+    arguments. The heap compares it as a list: that takes no call.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def cancel(self) -> None:
         """Do not run it."""
-        self.action = None
+        self[ACTION] = None
 
 
 class Trace:
@@ -102,7 +100,7 @@ class World:
         self.observer: Callable[[], None] | None = None
         """Called after each event. It draws nothing and changes nothing, but may end the run with
         an exception."""
-        self._heap: list[tuple[int, int, Timer]] = []
+        self._heap: list[Timer] = []
         self._made = 0
 
     def after(self, delay_ns: int, action: Action, *args: Any) -> Timer:
@@ -120,8 +118,8 @@ class World:
         """Make an event of one incarnation of a host's process."""
         assert when_ns >= self.now_ns, "nothing happens in the past"
         self._made = made = self._made + 1
-        timer = Timer(host, incarnation, action, args)
-        heappush(self._heap, (when_ns, made, timer))
+        timer = Timer((when_ns, made, host, incarnation, action, args))
+        heappush(self._heap, timer)
         return timer
 
     def note(self, text: str) -> None:
@@ -136,26 +134,27 @@ class World:
     def run_until(self, until_ns: int) -> None:
         """Run all events up to a time, which is then the present."""
         heap = self._heap
-        while heap and heap[0][0] <= until_ns:
-            self.now_ns, _, timer = heappop(heap)
+        while heap and heap[0][WHEN_NS] <= until_ns:
+            timer = heappop(heap)
+            self.now_ns = timer[WHEN_NS]
             self._run(timer)
         self.now_ns = until_ns
 
     def _run(self, timer: Timer) -> None:
-        action, host = timer.action, timer.host
+        _, _, host, incarnation, action, args = timer
         if action is None:
             return
         if host is not None:
-            if timer.incarnation != host.incarnation:
+            if incarnation != host.incarnation:
                 return
             if host.is_paused:
                 host.late.append(timer)
                 return
         self.events += 1
         if self.trace is not None:
-            self.trace.event(self.now_ns, action, timer.args)
+            self.trace.event(self.now_ns, action, args)
         try:
-            action(*timer.args)
+            action(*args)
         except EventEndedError as ended:
             ended.happen()
         if self.observer is not None:
