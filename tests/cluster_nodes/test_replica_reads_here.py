@@ -57,6 +57,15 @@ async def write(cluster: ClusterHere, text: bytes) -> dict[bytes, bytes]:
     return wanted
 
 
+def are_level(cluster: ClusterHere) -> bool:
+    """Whether all copies know all that is committed; a master's news of it comes a moment later."""
+    known: dict[int, set[int]] = {}
+    for node in cluster.nodes.values():
+        for part in node.engine.partitions:
+            known.setdefault(part.vb_id, set()).add(part.committed_seqno)
+    return all(len(seqnos) == 1 for seqnos in known.values())
+
+
 def streams(cluster: ClusterHere) -> dict[VbState, int]:
     """Return how many streams of consumers there are of copies in each state."""
     found: dict[VbState, int] = dict.fromkeys((VbState.ACTIVE, VbState.REPLICA), 0)
@@ -136,6 +145,7 @@ async def test_backups_spark_and_watch_read_copies(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.of_three()
         wanted = await write(cluster, b"first")
+        await until_so(lambda: are_level(cluster))
         n1 = cluster.nodes["n1"]
         address = parse_address(f"127.0.0.1:{n1.ports.kv}")
         served: set[VbState] = set()

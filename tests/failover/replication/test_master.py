@@ -100,6 +100,7 @@ def test_who_is_not_confirmed_serves_nobody() -> None:
 
 def test_who_waits_is_answered_before_anything_is_cut_off() -> None:
     cluster = serving()
+    cluster.a.deposed.clear()
     cluster.a.put()
     cluster.a.commit()
     assert cluster.a.part.high_seqno == 4
