@@ -164,7 +164,7 @@ class OpenGroups:
         for feed in begun.feeds:
             if self._feeds.get(feed.member) is feed:
                 feed.at(now_ns)
-                feed.begun_synced(begun.group)
+                feed.begun_synced()
                 taken.add(feed.member)
         return taken
 

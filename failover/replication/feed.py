@@ -331,13 +331,14 @@ class ReplicaFeed:
         may = self._replicates_all(group.mastered) or followed <= self._replicating
         return may and self.send_group(group, is_synced=False)
 
-    def begun_synced(self, group: Group) -> None:
+    def begun_synced(self) -> None:
         """The last group that `send_begun` has sent is synced. It is not for streams that were
-        opened since, and those may have read all that was synced before: they read on.
+        opened since, and those may have read all that was synced before: they read on. All of them,
+        as partitions may have been excluded from the group meanwhile.
         """
         if self._begun_revision != self._changes.revision:
             changed = self._changes.since(self._begun_revision)
-            for vb_id in changed & group.seqnos.keys() & self._progress.keys():
+            for vb_id in changed & self._progress.keys():
                 self._replicating.discard(vb_id)
                 self._all_replicating = None
                 progress = self._progress[vb_id]
