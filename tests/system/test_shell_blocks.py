@@ -51,7 +51,7 @@ NOT_PASTED = {
     ("docs/scrubbing.md", "dcpctl repair"): "tests/server/test_repair_command.py",
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     ("docs/simulator.md", "python -m tests.sim --nodes 3 --seed 7"): LONG,
-    ("docs/simulator.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
+    ("docs/simulator.md", "python -m tests.sim --bug all"): LONG,
     ("docs/runbook.md", ""): "tests/cluster_processes/test_runbook.py",
     (
         "docs/security.md",
