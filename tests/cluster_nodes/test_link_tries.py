@@ -22,6 +22,7 @@ from dcp.server.cluster.joining.link_try import LinkRequest
 from dcp.server.cluster.joining.newcomer_door import BYTES_MAX, open_door
 from dcp.server.cluster.joining.process_facts import PROTOCOL
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.node_map import tls_address_of
 from dcp.server.net.cluster_config import Ports
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
@@ -161,6 +162,23 @@ async def test_tls_on_one_side_only_ends_the_join(
     node = await member_and_newcomer(cluster, ours(ca), others(ca))
     found = await refusal(cluster, node)
     assert re.search(text, found), found
+
+
+async def test_a_member_may_announce_its_tls_a_moment_later(
+    cluster: ClusterHere, ca: TestCa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a new cluster start together, and a member's port is known once it listens."""
+    monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 1000)
+    node = await member_and_newcomer(cluster, ON(ca), ON(ca))
+    looks: list[MemberRecord] = []
+
+    def late(member: MemberRecord) -> str:
+        looks.append(member)
+        return "" if len(looks) < 3 else tls_address_of(member)
+
+    monkeypatch.setattr(link_try, "tls_address_of", late)
+    await join_by_token(node._newcomer(), token(), name="n2")
+    assert len(looks) == 3
 
 
 async def test_a_certificate_for_another_host_ends_the_join(

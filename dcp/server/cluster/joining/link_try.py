@@ -307,7 +307,8 @@ class LinkTrial:
             name = f"node {member.name or member.member}"
             address = member.address if self._tls is None else tls_address_of(member)
             request = DialBackRequest(self._request)
-            fault = _without_tls(name)
+            # One that has just become a member announces its TLS port once it listens.
+            fault = _without_tls(name)._replace(is_final=False)
             if address:
                 where = f"{name} at {address}"
                 found = await fault_of(address, where, request, self._tls, ANSWER_S)
