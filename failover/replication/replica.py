@@ -246,8 +246,9 @@ class DroppedCopies:
         """Take a partition's newest record: whether this member is in it."""
         if holds_copy:
             self._due.pop(vb_id, None)
-        elif self._engine.partitions[vb_id].high_seqno:
-            self._hub.fenced(vb_id)
+            return
+        self._hub.fenced(vb_id)  # consumers may read from an empty copy, too
+        if self._engine.partitions[vb_id].high_seqno:
             self._due[vb_id] = None
 
     def tick(self, now_ns: int) -> None:

@@ -306,3 +306,19 @@ def test_the_clusters_min_in_sync_is_in_force_at_once() -> None:
     cluster.a.put(b"\0last")
     cluster.settle()
     assert cluster.a.part.committed_seqno == 6
+
+
+def test_streams_of_an_empty_copy_end_with_it() -> None:
+    """A consumer that reads from copies goes to another one."""
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    ended: list[int] = []
+    hub: Any = SimpleNamespace(fenced=ended.append)
+    emptied: Any = SimpleNamespace(empty=lambda _vb_id: True)
+    dropped = DroppedCopies(cluster.b.engine, hub, emptied)
+    dropped.note(VB, holds_copy=True)
+    assert ended == []
+    dropped.note(VB, holds_copy=False)
+    assert ended == [VB]
+    dropped.tick(LONG)
+    assert not cluster.b.engine.keyspace.has_pending, "there is nothing to empty"
