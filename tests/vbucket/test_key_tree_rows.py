@@ -14,10 +14,13 @@ from keyspace_model import ModelPartition
 from support.lmdb_layout import PAGE_BYTES, layout_of
 from vbucket.native import key_tree, new_staged
 from vbucket.native.key_hashes import Row, rows_of_buckets
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.hashes import form_of
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.lmdb.lmdb_file import PageFile
+from vbucket.store.records import TABLES
+from vbucket.store.store import Store
 
 pytestmark = pytest.mark.skipif(
     new_staged() is None, reason="the loops in C are not built (scripts/compile)"
@@ -118,6 +121,21 @@ def test_damage_is_left_to_python(data: st.DataObject) -> None:
         bad[number * PAGE_BYTES + at] = data.draw(st.sampled_from((0, 1, 2, 0x7F, 0x80, 0xFF)))
     found = read(bytes(bad), PREFIX + b"\x08", b"\1", 0, 1 << 16)
     assert found is None or set(found) <= set(rows)
+
+
+def test_a_damaged_record_is_named_by_python(tmp_path: Path) -> None:
+    """The loop leaves it to Python, also if no bucket that is asked for has it."""
+    rows = rows_of(5, 300)
+    env = LmdbEnv(tmp_path / "store", TABLES, map_size_bytes=1 << 28)
+    key, record = rows[100]
+    with env.write() as write:
+        write.put_sorted(TABLE, [*rows[:100], (key, record[:-1] + b"?"), *rows[101:]])
+    store = Store(env)
+    assert store.key_tree() is not None
+    with pytest.raises(StoreDamagedError, match="does not match its checksum"):
+        store.rows_within(5, b"\x08", FORM, 4, bytes(16))
+    store.close()
+    env.close()
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,8 @@ class LogCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is wrong, segment by segment."""
-        segments, merged, kept = (
-            sorted(self._segments),
-            self._known.merged_segment,
-            self._known.kept,
-        )
+        segments = sorted(self._segments)
+        merged, kept = self._known.merged_segment, self._known.kept
         wanted = segments[0] if segments and merged is None else (merged or 0) + 1
         live = [segment for segment in segments if segment >= wanted]
         newest = live[-1] if live else 0
