@@ -470,8 +470,10 @@ class SingleNode:
         }
 
     def _documents_of(self, part: Partition) -> Iterator[bytes]:
-        """Yield the newest version of each document. One that is due exists until it expires."""
-        collections = self.engine.keyspace.manifest.collections
+        """Yield the newest version of each document. One that is due exists until it expires. A
+        collection counts before the manifest has it, too: a replica gets its changes first.
+        """
+        collections = self.engine.keyspace.manifest.collections | part.tally.collections.keys()
         for key in self._plan.stored_keys_of(part.vb_id, filter(None, collections)):
             entry = part.newest.get(key)
             if entry is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from failover.coordinator.plans.plan_steps import progress_of
+from failover.coordinator.plans.plan_steps import eligible_members, progress_of
 from failover.coordinator.plans.request_answers import Answer, Prepared, Stamp, refused_unreadable
 from failover.coordinator.plans.requests import (
     cancel,
@@ -80,8 +80,12 @@ class Operator:
             return rebalance(view, stamp)
         if kind == "move":
             return move(view, vb_id, node, stamp)
-        if kind == "drain":  # one at a time, so that enough nodes are left
-            return undrain(view, drained[0], stamp) if drained else drain(view, node, stamp)
+        if kind == "drain":  # one at a time, and only if enough nodes are left that can have copies
+            if drained:
+                return undrain(view, drained[0], stamp)
+            if len(eligible_members(view)) <= self._copies:
+                return Prepared(f"nothing, since without {node} too few could have copies")
+            return drain(view, node, stamp)
         if kind == "cancel":
             return cancel(view, stamp)
         if kind == "fail_over":

@@ -192,6 +192,11 @@ class Plan(NamedTuple):
         """Return the keys of a partition."""
         return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]
 
+    @property
+    def needs_every_copy(self) -> bool:
+        """Whether some writes are refused while a copy is missing: a majority of two is both."""
+        return self.min_in_sync == self.copies or (self.durability_share > 0 and self.copies == 2)
+
     def stored_keys_of(self, vb_id: int, collections: Iterable[int]) -> list[bytes]:
         """Return the keys that a partition may hold, as they are stored."""
         return [

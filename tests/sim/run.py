@@ -227,7 +227,7 @@ class Simulation:
             client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
         self._wait(self._are_clients_idle, "clients still wait for answers")
-        if facts.lost_folders and self.plan.min_in_sync == self.plan.copies:
+        if facts.lost_folders and self.plan.needs_every_copy:
             # Without one of its copies a partition rightly refuses durable writes.
             self._wait(lambda: not self._cluster.why_unsettled(), "lost copies are not replaced")
         if self._forever and not facts.problems:

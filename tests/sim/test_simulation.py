@@ -46,6 +46,18 @@ def test_seeds_pass(first: int) -> None:
     assert unsure < CHUNK / 10
 
 
+@pytest.mark.parametrize(
+    ("nodes", "seed", "what"),
+    [
+        (3, 4000470, "replicas have documents of a collection that the metadata store forgot"),
+        (4, 6000084, "a write that needs two copies comes before a lost one is replaced"),
+        (4, 6000308, "a node is to be drained while another one has just joined, and is not up"),
+    ],
+)
+def test_checks_do_not_accuse_what_is_right(nodes: int, seed: int, what: str) -> None:
+    assert run_seed(seed, Options(nodes=nodes)).violations == [], what
+
+
 def test_all_faults_of_a_single_node_happen() -> None:
     expected = {*plan.NODE_FAULTS, *plan.NETWORK_FAULTS, *plan.CONSUMER_FAULTS, *plan.WIDE_FAULTS}
     expected |= {"collections", *plan.DISK_FAULTS}
