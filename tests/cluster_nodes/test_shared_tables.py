@@ -19,11 +19,12 @@ from dcp.session.access.rights import Role
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.records import ClusterKeys
+from failover.coordinator.records import ClusterKeys, ManifestRecord, encode_record
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
 from support.cluster_here import CLUSTER, PARTITIONS, Client, ClusterHere, LoopClient, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
+from vbucket.model.manifest import INITIAL_MANIFEST
 
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
 SOON_S = 2.0
@@ -167,6 +168,28 @@ async def test_users_and_collections_reach_all_nodes_soon(two: ClusterHere) -> N
     await soon(lambda: "dora" in users(two, "n2").names())
     await collections(two, "n2").create_collection("_default", "soon", 0)
     await soon(lambda: "soon" in collection_names(two, "n1"))
+
+
+async def test_no_list_is_made_from_one_that_the_store_went_back_to(two: ClusterHere) -> None:
+    await collections(two, "n1").create_collection("_default", "kept", 0)
+    replicated, store = two.nodes["n2"].replicated, two.clients["n2"]
+    assert replicated is not None
+    view = replicated.session.view
+    newest = view.manifest
+    assert newest is not None
+    await until_so(
+        lambda: {each.content.uid for each in view.collections.values()} == {newest.content.uid}
+    )
+    store.submit(
+        Txn((), (Put(KEYS.manifest, encode_record(ManifestRecord.of(INITIAL_MANIFEST))),)), print
+    )
+    await soon(lambda: view.manifest and not view.manifest.content.uid)
+    with pytest.raises(CollectionsRefusedError, match=r"older list.* node n1, n2: .*meta restore"):
+        await collections(two, "n2").create_collection("_default", "twice", 0)
+    assert "kept" in collection_names(two, "n2")
+    store.submit(Txn((), (Put(KEYS.manifest, newest.item.value),)), print)
+    await soon(lambda: view.manifest and view.manifest.content.uid)
+    await collections(two, "n2").create_collection("_default", "twice", 0)
 
 
 async def test_new_collections_are_answered_when_all_nodes_have_them(

@@ -14,6 +14,7 @@ when its view has it, and the masters tell their partitions' streams.
 
 Invariants
 - a node never goes back to an older list
+- a list is made from the newest one that any member has said to have: an id is given once
 - whoever changed the list is answered when all nodes that run have said in the store that the
   events are committed in the partitions that they serve, or after EVERYWHERE_S: the change is in
   force anyhow, and a node that stands still is dead soon
@@ -49,6 +50,7 @@ from failover.coordinator.records import (
     UsersRecord,
     encode_record,
 )
+from failover.coordinator.seen_records import META_RESTORE, knows_newer_collections, names_of
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     KeyValue,
@@ -216,6 +218,8 @@ class SharedManifest:
             stored = self._view.manifest
             if stored is None:
                 raise ManifestNotChangedError("this node has not read the metadata store yet")
+            if why := self._why_list_is_old(stored.content.uid):
+                raise ManifestNotChangedError(why)
             after = change(stored.content.manifest())
             if trouble := self._access.trouble:
                 raise ManifestNotChangedError(
@@ -239,6 +243,21 @@ class SharedManifest:
                 return ChangedManifest(after, self._behind(after.uid))
             await self._wait(changed)
         raise ManifestNotChangedError("others change the collections all the time; try again")
+
+    def _why_list_is_old(self, uid: int) -> str:
+        """Say who knows a newer list than the store has; "": nobody. A list that is made from the
+        older one would give ids a second time.
+        """
+        knowing = knows_newer_collections(self._view)
+        if self._engine.keyspace.manifest.uid > uid:
+            knowing |= {self._session.membership.member}
+        if not knowing:
+            return ""
+        return (
+            "the metadata store has an older list of collections than is in force on node "
+            f"{names_of(self._view, knowing)}: it went back to a copy. `{META_RESTORE}` records "
+            "the newest list again; collections can change after that"
+        )
 
     async def _until_seen(self, uid: int) -> None:
         while self._engine.keyspace.manifest.uid < uid:
