@@ -4,6 +4,7 @@
 
 Documents keep flags, expiry, datatype, revision and CAS, and are sent in the order of their
 changes. The server replaces a CAS that is too far ahead of its clock; these are counted.
+What the server has already, by hashes, is not sent (`clients.backup.present`), except with `force`.
 The server resolves conflicts: its own document or deletion wins if its revision is higher, or equal
 with a CAS that is not lower. With `force` the archive always wins. Documents that are not in the
 archive stay. So a restore can be run again.
@@ -27,6 +28,7 @@ from clients.backup.archives.archive import Archive
 from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import Point
+from clients.backup.present import Present
 from clients.backup.reading import Damage, Findings, PointReader, View
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
 from clients.backup.restore_load import (
@@ -35,10 +37,12 @@ from clients.backup.restore_load import (
     Loader,
     by_key,
     frames_of_load,
+    loads_of,
 )
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
+from clients.kv.hash_reads import HashReader
 from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
 from clients.link.topology import Place
@@ -49,6 +53,8 @@ from dcp.wire.status import Status
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+HASHES_S: Final = 5.0
+"""How long a server may refuse, or take, to tell what it has. Then everything is sent."""
 COMPARED_MAX: Final = 10_000
 """Most documents that are compared: they are kept in memory while the restore runs."""
 _HEAD: Final = Struct(">xBHB11xQQQ")
@@ -93,6 +99,8 @@ class RestoreReport(NamedTuple):
     seconds: float
     newer: NewerOnServer | None = None
     """If nothing was written: how many documents are newer on the server."""
+    equal: int = 0
+    """Of `kept_newer`: those that were not sent, because the server has them by its hashes."""
 
     @property
     def is_whole(self) -> bool:
@@ -193,27 +201,38 @@ class Restore:
         is_same_number = num_vbuckets == self._num_vbuckets
         writer = RestoreWriter(dials, self._options, retry_pause_s=self._retry_pause_s)
         sample = KeptSample()
+        present = await self._present(address) if is_same_number else None
+        equal = 0
         try:
             for view in self._views():
-                for load in self._loads(view):
+                loads = self._loads(view)
+                if present is not None and await present.ask(view.vb_id):
+                    frames = list(self._frames(view))
+                    lacking = present.lacking(view.vb_id, frames)
+                    equal += len(frames) - len(lacking)
+                    loads = loads_of(view.vb_id, lacking)
+                for load in loads:
                     for placed in (load,) if is_same_number else by_key(load, num_vbuckets):
                         sample.take(placed)
                         await writer.send(placed)
             await writer.finish()
         finally:
             await writer.close()
+            if present is not None:
+                await present.close()
         refused = {
             status: (count, writer.examples[status]) for status, count in writer.refused.items()
         }
         plan = self._counts.plan(self.runs, self._names, self._broken)
-        written = plan.documents + plan.deletions - writer.kept_newer
+        kept = writer.kept_newer + equal
+        written = plan.documents + plan.deletions - kept
         written -= sum(writer.refused.values())
         newer = None
-        if writer.kept_newer and not written:
+        if kept and not written:
             newer = await newer_on_server(dials, sample.kept)
         return RestoreReport(
-            plan, written, writer.kept_newer, writer.replaced_cas,
-            refused, created, time.monotonic() - began_s, newer,
+            plan, written, kept, writer.replaced_cas,
+            refused, created, time.monotonic() - began_s, newer, equal,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------
@@ -259,6 +278,22 @@ class Restore:
             yield view
             self._on_progress(index + 1, len(self._vb_ids))
         self._counts.findings.check(self._url)
+
+    async def _present(self, address: ServerAddress) -> Present | None:
+        """Return what tells what the server has; None if that says nothing about what is selected:
+        the values count, too, or a collection gets only a part of what it may have.
+        """
+        targets = set(self._prefixes.values())
+        if self._options or self._prefix or len(targets) != len(self._prefixes):
+            return None
+        ids = [split_key(prefix + b"k")[0] for prefix in targets]
+        return Present(await HashReader.open(address, HASHES_S), ids, self._vb_ids)
+
+    def _frames(self, view: View) -> Iterator[bytes]:
+        for data, start, stop in self._reader.frames(view):
+            frame = self._frame(data, start, stop)
+            if frame is not None:
+                yield frame
 
     def _loads(self, view: View) -> Iterator[Load]:
         loader = Loader(view.vb_id)

@@ -8,7 +8,7 @@ the commands are not quiet, because the answer carries the document's CAS.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct, pack
 from typing import Final, NamedTuple
 
@@ -133,6 +133,15 @@ def by_key(load: Load, num_vbuckets: int) -> list[Load]:
         moved = b"".join((frame[:_VB_AT], _U16.pack(vb_id), frame[_VB_AT + _U16.size :]))
         places.setdefault(vb_id, []).append(moved)
     return [load_of(vb_id, frames) for vb_id, frames in places.items()]
+
+
+def loads_of(vb_id: int, frames: Iterable[bytes]) -> Iterator[Load]:
+    """Yield the loads of a partition's frames."""
+    loader = Loader(vb_id)
+    for frame in frames:
+        loader.add(frame)
+        yield from loader.take(is_last=False)
+    yield from loader.take(is_last=True)
 
 
 def frames_of_load(load: Load) -> list[bytes]:

@@ -241,7 +241,7 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
         result = "restored" if _is_whole(plan, report) else "partial"
         document |= {
             "result": result, "written": report.written,
-            "kept_newer": report.kept_newer,
+            "kept_newer": report.kept_newer, "equal": report.equal,
             "newer_on_server": None if report.newer is None else report.newer.newer,
             "replaced_cas": report.replaced_cas,
             "created": list(report.created),
@@ -271,6 +271,7 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
             lines.append(
                 f"  {report.kept_newer} kept: the server has the same version, or a newer one or a"
                 " newer deletion"
+                + f" ({report.equal} are equal by hashes, and were not sent)" * bool(report.equal)
             )
         if report.newer is not None and report.newer.newer:
             lines.append(
