@@ -77,6 +77,7 @@ class Progress:
         "safe_purge",
         "snapshot_number",
         "state",
+        "superseded",
         "window",
     )
 
@@ -112,6 +113,10 @@ class Progress:
         self.safe_purge = 0 if window is None else window.purge
         """Deletions up to this seqno were purged, or superseded what they delete, before anything
         of the snapshot was read."""
+        self.superseded: Collection[int] | None = None
+        """Seqnos that are left out of the snapshot, as of its beginning here: its floor was raised,
+        and the store may not have dropped them yet. It drops them together with the deletions that
+        superseded them, between two reads. None: nothing of a snapshot was read."""
         self.become_probe(self.next)
 
     def become_probe(self, next_seqno: int) -> None:
@@ -167,30 +172,47 @@ class Progress:
         entries = self._controls(part)
         window, first_seqno = self.window, self.next
         end_seqno = part.synced_seqno if window is None else window.end
-        if first_seqno <= end_seqno:
-            changes = versions.entries(part, first_seqno, end_seqno, bytes_max)
-            last_seqno = seqno_of(changes[-1]) if changes else 0
-            if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
+        if window is not None and self.superseded is None:
+            self.superseded = _not_dropped_yet(part, versions, first_seqno)
+        left_out = self.superseded or ()
+        changes: list[bytes] = []
+        while first_seqno <= end_seqno and not changes:
+            while first_seqno in left_out:
+                first_seqno += 1
+            found = versions.entries(part, first_seqno, end_seqno, bytes_max)
+            last_seqno = seqno_of(found[-1]) if found else 0
+            if not found or (window is None and last_seqno - first_seqno + 1 != len(found)):
                 raise StoreDamagedError(
                     f"partition {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} "
                     f"are missing (history floor {part.history_floor}), so member {member} cannot "
                     "continue; check the disk and restore a backup",
                     part.vb_id,
                 )
-            self.next = last_seqno + 1
-            entries += changes
-        return entries + self._end_snapshot(part)
+            changes = [each for each in found if seqno_of(each) not in left_out]
+            self.next = first_seqno = last_seqno + 1
+        return [*entries, *changes, *self._end_snapshot(part)]
 
     def _end_snapshot(self, part: Partition) -> list[bytes]:
         """Return the control entry that ends the snapshot if all of it is sent."""
         window = self.window
         if window is None or self.next <= window.end:
             return []
-        self.window = None
+        self.window = self.superseded = None
         self.state = ProgressState.PROBE
         self.floors = Floors(part.history_floor, part.purge_seqno)
         done = SnapshotDone(window.end, part.purge_seqno, part.max_cas)
         return [pack_control_entry(part.vb_id, done)]
+
+
+def _not_dropped_yet(part: Partition, versions: Versions, first_seqno: int) -> Collection[int]:
+    """Return which seqnos from `first_seqno` to the history floor are superseded there. Raises
+    StoreDamagedError.
+    """
+    record = versions.stored_record(part)
+    floor, purge, _ = (record and record.compacted) or (0, 0, 0)
+    if floor >= part.history_floor and purge >= part.purge_seqno:
+        return ()  # the store has none any more
+    return versions.superseded(part.vb_id, first_seqno, part.history_floor)
 
 
 def known_committed(part: Partition) -> int:

@@ -64,7 +64,7 @@ RULES: Final = {
     "repairs": "What a copy takes of another one, and puts in place, is what it had itself.",
     "batches": "Of a batch, all changes are made, or none.",
     "receipts": "What an unclean election loses is in a receipt and in a discard file.",
-    "same documents": "At rest, every consumer has the documents of the masters.",
+    "same documents": "At rest, consumers and copies in sync have the documents of the masters.",
     "liveness": "Once the faults are over, every operation gets a real answer.",
     PROBLEM: "The run has to come to rest, on data that passes the product's own checks.",
     CRASH: "The code does not raise what nobody handles.",
@@ -122,6 +122,8 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     )
     if facts.master_map is not None:
         found += named("same documents", streams.maps(facts.master_map, facts.consumer_maps))
+    for master, copies in facts.copy_maps:
+        found += named("same documents", streams.maps(master, copies))
     keeps_up = plan.window_bytes > ONE_MESSAGE_BYTES
     return found + named(
         "liveness", liveness.late(facts.operations, facts.works_ns, copies_keep_up=keeps_up)

@@ -414,6 +414,8 @@ class Facts:
         self.final: list[History] = []
         """Of the masters, at rest."""
         self.master_map: Map | None = None
+        self.copy_maps: list[tuple[Map, list[Map]]] = []
+        """Of each partition at rest: what its master has, and its copies in sync."""
         self.consumer_maps: list[Map] = []
         self.cut_off: list[CutOffFact] = []
         self.lost: list[LostFact] = []

@@ -122,6 +122,9 @@ class SimNode(Protocol):
     def documents(self) -> dict[bytes, bytes]:
         """Return the committed documents of the partitions that it serves, by logical key."""
 
+    def documents_of(self, vb_id: int) -> dict[bytes, bytes]:
+        """Return the documents of a partition, by logical key, whoever serves it."""
+
     def histories(self) -> list[History]:
         """Return what it holds of each partition."""
 
@@ -462,12 +465,16 @@ class SingleNode:
 
     def documents(self) -> dict[bytes, bytes]:
         """See SimNode."""
-        return {
-            logical_key(key_of(entry)): value_of(entry)
-            for part in self.engine.partitions
-            if self.serves(part.vb_id)
-            for entry in self._documents_of(part)
-        }
+        found: dict[bytes, bytes] = {}
+        for part in self.engine.partitions:
+            if self.serves(part.vb_id):
+                found |= self.documents_of(part.vb_id)
+        return found
+
+    def documents_of(self, vb_id: int) -> dict[bytes, bytes]:
+        """See SimNode."""
+        entries = self._documents_of(self.engine.partitions[vb_id])
+        return {logical_key(key_of(entry)): value_of(entry) for entry in entries}
 
     def _documents_of(self, part: Partition) -> Iterator[bytes]:
         """Yield the newest version of each document. One that is due exists until it expires. A

@@ -402,9 +402,25 @@ class Simulation:
         masters = {vb_id: self._master_of(vb_id).name for vb_id in range(self.plan.partitions)}
         facts.final = [item for item in facts.histories if masters[item.vb_id] == item.node]
         facts.master_map = Map("the master", documents)
+        if len(self.machines) > 1:
+            facts.copy_maps = [self._copies_of(vb_id) for vb_id in masters]
         facts.consumer_maps = [
             consumer.map() for consumer in self.consumers if consumer.name not in self._stuck
         ]
+
+    def _copies_of(self, vb_id: int) -> tuple[Map, list[Map]]:
+        """Return what a partition's master has, and its copies in sync that have come as far."""
+        at = {machine.name: machine.node for machine in self.machines if machine.node is not None}
+        name = self._master_of(vb_id).name
+        master = at.pop(name, None)
+        if master is None:
+            return Map(f"the master of vb {vb_id}", {}), []
+        copies = [
+            Map(f"{other}'s copy of vb {vb_id}", at[other].documents_of(vb_id))
+            for other in sorted(at.keys() & self.controls.in_sync(vb_id))
+            if at[other].high_seqno(vb_id) == master.high_seqno(vb_id)
+        ]
+        return Map(f"the master {name}", master.documents_of(vb_id)), copies
 
 
 def run_seed(seed: int, options: Options = DEFAULTS, trace: Trace | None = None) -> Report:

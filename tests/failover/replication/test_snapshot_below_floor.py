@@ -183,6 +183,28 @@ def test_holder_of_a_document_needs_its_deletion_below_the_floor() -> None:
     assert are_equal(pair)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_purge_that_the_store_does_later_brings_nothing_back(restarts: bool) -> None:
+    """Between two reads the store drops a document that is read and its deletion that is not."""
+    pair = ReplicaPair()
+    pair.set(b"a", b"b", b"c")
+    pair.delete(b"b")
+    pair.set(b"d", b"c")
+    pair.delete(b"a")
+    pair.set(b"e")
+    pair.raise_floor(8, 7, drops=False)
+    partly(pair, 5)
+    if restarts:
+        pair.cut()
+        pair.replica.crash()
+        pair.step()
+    pair.master.compact()
+    assert pair.master.node.store.entry(VB, 7) is None
+    pair.follow()
+    assert are_equal(pair)
+    assert pair.replica.documents().keys() == {b"\0c", b"\0d", b"\0e"}
+
+
 def test_earlier_purged_deletions_do_not_hinder_who_goes_on() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"c", b"d")
