@@ -50,6 +50,7 @@ def test_seeds_pass(first: int) -> None:
     ("nodes", "seed", "what"),
     [
         (3, 4000470, "replicas have documents of a collection that the metadata store forgot"),
+        (3, 5001153, "a former master tells what it has committed after the next one was elected"),
         (4, 6000084, "a write that needs two copies comes before a lost one is replaced"),
         (4, 6000308, "a node is to be drained while another one has just joined, and is not up"),
     ],

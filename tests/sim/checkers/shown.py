@@ -87,8 +87,10 @@ def hashes(
             span
             for span in ledger.spans(answer.vb_id, answer.began_ns, answer.ended_ns)
             if span.first_seqno <= answer.seqno
-            # A former master may answer as of the end of its version: the next begins there.
-            and answer.seqno <= (end_of(span.log, answer.vb_uuid, span.last_seqno) or 0)
+            # A former master may answer as of the end of its version: the next begins there, and
+            # need not know yet that so much is committed.
+            and answer.seqno
+            <= (end_of(span.log, answer.vb_uuid, max(span.last_seqno, span.log[0][1])) or 0)
         ]
         if not spans:
             problems.append(
