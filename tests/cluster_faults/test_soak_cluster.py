@@ -33,19 +33,26 @@ ROOT = Path(__file__).parents[2]
 def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
     seeds = []
 
-    def run_seed(seed: int, _keep: Path | None) -> RoundReport:
+    def run_seed(seed: int, _keep: Path | None, only: tuple[str, ...]) -> RoundReport:
         seeds.append(seed)
+        assert only == ("kill node",)
         if len(seeds) == 3:
             raise KeyboardInterrupt
-        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0)
+        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0, 1, 50, {b"k": []})
+
+    def judge(histories: dict[bytes, list[Operation]]) -> Counter[str]:
+        assert histories == {b"k": []}
+        return Counter({"Ok": 1})
 
     monkeypatch.setattr(run, "run_seed", run_seed)
     state = tmp_path / "state.json"
-    assert soak(state, rounds=5) == 130
+    assert soak(state, rounds=5, only=("kill node",), judge=judge) == 130
     assert "stopped in seed 2" in capsys.readouterr().out
-    assert soak(state, rounds=4) == 0
+    assert soak(state, rounds=4, only=("kill node",), judge=judge) == 0
     assert seeds == [0, 1, 2, 2, 3], "the seed that was interrupted comes again"
-    assert "4 seeds, 400 answered, 8 ambiguous" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 seeds, 400 answered, 8 ambiguous, 4 SIGKILLs, 200 events" in out
+    assert "Porcupine: 4 histories judged the same by both" in out
     assert json.loads(state.read_text())["faults"] == {"kill node": 4}
 
 

@@ -17,9 +17,22 @@ from typing import Any
 
 from sim.run import Options
 from support.etcd_members import IS_MISSING
-from tests.soak import check, churn, damage, flip, kill, mend, power, proxy, simulate, subdoc
+from tests.soak import (
+    check,
+    churn,
+    damage,
+    flip,
+    kill,
+    mend,
+    porcupine,
+    power,
+    proxy,
+    simulate,
+    subdoc,
+)
 from tests.soak.attack import run as attacking
 from tests.soak.cluster import run as cluster
+from tests.soak.cluster.faults import FAULTS
 from tests.soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -75,6 +88,10 @@ def add_cluster(commands: Any) -> None:
     clusters.add_argument("--round", type=int, metavar="SEED", help="repeat one seed")
     clusters.add_argument("--state", type=Path, default=Path(".soak-cluster.json"))
     clusters.add_argument("--keep", type=Path, help="keep folders and logs of all seeds here")
+    clusters.add_argument("--porcupine", action="store_true", help="have histories judged by it, "
+                          "too (scripts/go-consumers builds it)")  # fmt: skip
+    clusters.add_argument("--only", type=lambda text: text.split(","), default=[],
+                          metavar="FAULT,...", help=f"of {', '.join(FAULTS)}")  # fmt: skip
     clusters.set_defaults(run=soak_cluster)
 
 
@@ -83,12 +100,16 @@ def soak_cluster(arguments: argparse.Namespace) -> int:
     if IS_MISSING:
         print("this needs the command etcd: sudo apt-get install etcd-server", file=sys.stderr)
         return 1
+    if unknown := set(arguments.only) - FAULTS.keys():
+        print(f"there is no fault {', '.join(sorted(unknown))}; --help has them", file=sys.stderr)
+        return 2
     if arguments.round is not None:
-        print(cluster.run_seed(arguments.round, arguments.keep).words())
+        print(cluster.run_seed(arguments.round, arguments.keep, arguments.only).words())
         return 0
     return cluster.soak(
-        arguments.state, minutes=arguments.minutes, rounds=arguments.rounds, keep=arguments.keep
-    )
+        arguments.state, minutes=arguments.minutes, rounds=arguments.rounds, keep=arguments.keep,
+        only=arguments.only, judge=porcupine.judge_round if arguments.porcupine else None,
+    )  # fmt: skip
 
 
 def soak_mend(arguments: argparse.Namespace) -> int:
@@ -123,6 +144,10 @@ def _add_models(commands: Any) -> None:
     simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
     simulating.add_argument("--seeds", type=int, default=100_000)
     simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
+    judging = commands.add_parser("porcupine", help="histories of seeds, judged by it, too")
+    judging.add_argument("--seeds", type=int, default=1_000)
+    judging.add_argument("--state", type=Path, default=Path(".soak-porcupine.json"))
+    judging.set_defaults(run=lambda given: porcupine.soak(given.seeds, given.state))
     subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
     subdocs.add_argument("--cases", type=int, default=100_000)
     subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")

@@ -26,6 +26,8 @@ class Begun(NamedTuple):
 
     words: str
     heal: Callable[[], None]
+    sigkills: int = 0
+    """How many processes it has killed."""
 
 
 class Scene(NamedTuple):
@@ -52,7 +54,7 @@ def kill_node(scene: Scene) -> Begun:
     """SIGKILL of a node, which starts again."""
     name = scene.a_node()
     scene.cluster.kill(name)
-    return Begun(f"SIGKILL of node {name}", lambda: scene.cluster.start(name))
+    return Begun(f"SIGKILL of node {name}", lambda: scene.cluster.start(name), sigkills=1)
 
 
 def freeze_node(scene: Scene) -> Begun:
@@ -87,11 +89,12 @@ def starve_all(scene: Scene) -> Begun:
 def kill_store(scene: Scene) -> Begun:
     """SIGKILL of a node's store process, which the node replaces."""
     name = scene.a_node()
-    pid = scene.cluster.store_process(name)
+    pid, sigkills = scene.cluster.store_process(name), 0
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return Begun(f"SIGKILL of the store process of node {name}", _nothing)
+            sigkills = 1
+    return Begun(f"SIGKILL of the store process of node {name}", _nothing, sigkills)
 
 
 def freeze_store(scene: Scene) -> Begun:
@@ -111,7 +114,8 @@ def kill_member(scene: Scene) -> Begun:
     assert etcd is not None
     number = etcd.leader() if scene.draw.random() < 0.6 else scene.draw.randrange(3)
     etcd.kill(number)
-    return Begun(f"SIGKILL of etcd's member {number}", lambda: scene.cluster.start_member(number))
+    words = f"SIGKILL of etcd's member {number}"
+    return Begun(words, lambda: scene.cluster.start_member(number), sigkills=1)
 
 
 def freeze_member(scene: Scene) -> Begun:
@@ -227,7 +231,8 @@ def wipe(scene: Scene) -> Begun:
     name = scene.a_node()
     scene.cluster.kill(name)
     scene.cluster.wipe(name)
-    return Begun(f"node {name} and its folder are lost", lambda: scene.cluster.replace(name))
+    words = f"node {name} and its folder are lost"
+    return Begun(words, lambda: scene.cluster.replace(name), sigkills=1)
 
 
 def drain(scene: Scene) -> Begun:

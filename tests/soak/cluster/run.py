@@ -19,9 +19,10 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from clients.kv.client import KvClient
@@ -29,11 +30,15 @@ from clients.mirror.mirror import Mirror
 from support.forgetful_disk import small_disk
 from tests.soak.cluster.contents import check_contents
 from tests.soak.cluster.faults import ALONE, FAULTS, Begun, Scene
+from tests.soak.cluster.history import Operation
 from tests.soak.cluster.linearizable import mixed_tokens, violation_of
 from tests.soak.cluster.load import TIMEOUT_S, Load
 from tests.soak.cluster.nodes import NAMES, FaultyCluster, NodeError
+from tests.soak.porcupine import counts_words
 
 FAULTS_IN_ROUND: Final = 12
+FAULTS_OF_FEW: Final = 48
+"""In a round of few kinds of faults: most of its time is theirs, not the cluster's start."""
 TOGETHER: Final = 0.25
 """Share of faults during which another one begins."""
 HASTE: Final = 0.25
@@ -42,8 +47,13 @@ PROGRESS: Final = 60
 """Operations that are answered after a fault before the next one begins."""
 PROGRESS_S: Final = 300.0
 DISK_MEBIBYTES: Final = 96
+COUNTED: Final = ("answered", "ambiguous", "sigkills", "events")
+"""What is added up over all runs with one state file."""
 SETTLE_S: Final = 1.0
 """Load before the first fault."""
+
+
+Judge = Callable[[Mapping[bytes, Sequence[Operation]]], Counter[str]]
 
 
 class WrongError(Exception):
@@ -57,12 +67,19 @@ class RoundReport(NamedTuple):
     ambiguous: int
     faults: Counter[str]
     seconds: float
+    sigkills: int = 0
+    """Processes that were killed: nodes, store processes, members of etcd."""
+    events: int = 0
+    """Changes that consumers took, each through the validator."""
+    histories: Mapping[bytes, Sequence[Operation]] = MappingProxyType({})
+    """What happened to each key that is written again and again."""
 
     def words(self) -> str:
         """Return it in one line."""
         return (
             f"{self.answered:,} answered, {self.ambiguous:,} ambiguous, "
-            f"{self.faults.total()} faults in {self.seconds:.0f} s"
+            f"{self.faults.total()} faults, {self.sigkills} SIGKILLs, {self.events:,} events in "
+            f"{self.seconds:.0f} s"
         )
 
 
@@ -80,6 +97,7 @@ class Round:
         self.cluster = cluster
         self.load = Load(kv, self._addresses, seed)
         self.faults: Counter[str] = Counter()
+        self.sigkills = 0
         self._kv, self._views = kv, views
         self._scene = Scene(cluster, random.Random(seed))
         self._second = second
@@ -123,6 +141,7 @@ class Round:
     async def _begin(self, name: str) -> None:
         self.faults[name] += 1
         begun = await asyncio.to_thread(FAULTS[name].fault, self._scene)
+        self.sigkills += begun.sigkills
         say(begun.words)
         self._healing.append(begun)
 
@@ -209,8 +228,8 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
     address = cluster.address(draw.choice(NAMES))
     async with (
         KvClient.connect(address, timeout_s=TIMEOUT_S) as kv,
-        Mirror(address) as of_masters,
-        Mirror(address, from_replicas=True) as of_copies,
+        Mirror(address, validate=True) as of_masters,
+        Mirror(address, validate=True, from_replicas=True) as of_copies,
     ):
         views = {"a consumer": of_masters, "a consumer of the copies": of_copies}
         one = Round(cluster, kv, views, seed, second=names)
@@ -218,8 +237,10 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
     await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
     counts = one.load.counts
     return RoundReport(
-        counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s
-    )
+        counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s,
+        one.sigkills, sum(view.consumer.metrics.changes for view in views.values()),
+        one.load.histories,
+    )  # fmt: skip
 
 
 def soak(
@@ -228,37 +249,54 @@ def soak(
     minutes: float | None = None,
     rounds: int | None = None,
     keep: Path | None = None,
+    only: Sequence[str] = (),
+    judge: Judge | None = None,
 ) -> int:
-    """Run seeds from where the last run was; return the exit code."""
-    state: dict[str, Any] = (
-        json.loads(state_path.read_text()) if state_path.exists() else {"seed": 0, "answered": 0}
-    )
+    """Run seeds from where the last run was; return the exit code. `only`: these faults. `judge`:
+    a second one of the histories.
+    """
+    state: dict[str, Any] = dict.fromkeys(("seed", *COUNTED), 0)
+    if state_path.exists():
+        state |= json.loads(state_path.read_text())
     until_s = None if minutes is None else time.monotonic() + minutes * 60
     while (rounds is None or state["seed"] < rounds) and (
         until_s is None or time.monotonic() < until_s
     ):
         try:
-            report = run_seed(state["seed"], keep)
+            report = run_seed(state["seed"], keep, only)
         except KeyboardInterrupt:
             print(f"\nstopped in seed {state['seed']}; the same command begins it again")
             return 130
         state["seed"] += 1
-        state["answered"] += report.answered
-        state["ambiguous"] = state.get("ambiguous", 0) + report.ambiguous
+        for name in COUNTED:
+            state[name] += getattr(report, name)
         faults = Counter(state.get("faults", {})) + report.faults
         state["faults"] = dict(faults)
+        if judge is not None:
+            state["judged"] = Counter(state.get("judged", {})) + judge(report.histories)
         state_path.write_text(json.dumps(state))
-        print(f"seed {state['seed'] - 1}: {report.words()}", flush=True)
+        print(
+            f"seed {state['seed'] - 1}: {report.words()}; {state['sigkills']:,} SIGKILLs and "
+            f"{state['events']:,} events so far",
+            flush=True,
+        )
     counted = ", ".join(f"{count} {name}" for name, count in sorted(state["faults"].items()))
     print(
         f"{state['seed']:,} seeds, {state['answered']:,} answered, {state['ambiguous']:,} "
-        f"ambiguous: 0 lost, 0 stale, 0 different\n{counted}"
+        f"ambiguous, {state['sigkills']:,} SIGKILLs, {state['events']:,} events: 0 lost, 0 stale, "
+        f"0 different\n{counted}"
     )
+    if judged := state.get("judged"):
+        print(f"Porcupine: {counts_words(judged)}")
     return 0
 
 
-def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
-    """Run one seed with folders of its own; what fails is kept if `keep` says where."""
+def run_seed(seed: int, keep: Path | None = None, only: Sequence[str] = ()) -> RoundReport:
+    """Run one seed with folders of its own; what fails is kept if `keep` says where. `only`: the
+    faults to choose from.
+    """
+    weights = [FAULTS[name].weight for name in only]
+    names = random.Random(seed).choices(only, weights, k=FAULTS_OF_FEW) if only else []
     print(f"seed {seed}", flush=True)
     with contextlib.ExitStack() as stack:
         if keep is None:
@@ -269,7 +307,7 @@ def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
             folder.mkdir(parents=True)
         disks = own_disks(stack)
         try:
-            return asyncio.run(run_round(folder, seed, disks=disks))
+            return asyncio.run(run_round(folder, seed, names, disks=disks))
         except KeyboardInterrupt:
             raise
         except BaseException:
