@@ -407,6 +407,7 @@ class Node:
             self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
             self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
+        scrubbing.put_back(storage.env.mend())
         loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
             self.meter, log, release=self.connections.loaded,

@@ -149,9 +149,38 @@ def test_what_the_folder_can_prove_is_mended(tmp_path: Path) -> None:
         assert command(server, "compact").returncode == 0
         assert "quarantined" not in server.output
         assert wrong_answers(server) == {}
+
+        for page, what in ((0, "zeros"), (1, "ones")):
+            mended = status_of(server)["mended"]
+            overwrite(folder / "store", page, what)
+            scrubbed(server, status_of(server)["passes"] + 1)
+            assert status_of(server)["mended"] == mended + 1
+        overwrite(folder / "store", 0, "ones")
+        assert command(server, "compact").returncode == 0
+        assert wrong_answers(server) == {}
+        overwrite(folder / "store", 0, "zeros")
         assert server.stop() == 0
     verified = command(server, "verify", str(folder))
     assert verified.returncode == 0, verified.stdout
+
+
+def test_a_start_puts_a_meta_page_back(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with DcpdProcess(folder, "--partitions", "64") as server:
+        write(server)
+        assert command(server, "compact").returncode == 0
+        server.kill()
+    for slot in (0, 1):
+        overwrite(folder / "store", slot, "zeros")
+        verified = command(server, "verify", str(folder))
+        assert verified.returncode == 1
+        assert f"its meta page {slot} is not what was written last" in verified.stdout
+        with DcpdProcess(folder) as server:
+            assert wrong_answers(server) == {}
+            server.kill()
+    audit = [json.loads(line) for line in (folder / "audit.log").read_text().splitlines()]
+    mended = [line["where"] for line in audit if line["event"] == "repair"]
+    assert mended == ["meta page 0", "meta page 1"]
 
 
 def test_a_pass_goes_on_after_a_restart(tmp_path: Path) -> None:

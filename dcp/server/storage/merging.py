@@ -111,7 +111,8 @@ class Merging:
         self.progress.began_s = time.monotonic()
         self.paces = True
         self._duty.rotated(self.progress.began_s)
-        merged = self._cycle.merged(await self._merge(segments))
+        report = await self._merge(segments)
+        merged = await self._queue.refreshed(Work.MERGE, lambda: self._cycle.merged(report))
         for vb_id, why in merged.entered.items():
             self._log.error("quarantined", vb_id=vb_id, reason=why)
         for vb_id in merged.left:

@@ -34,12 +34,13 @@ from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.merging import Merging
-from dcp.server.storage.process.scrub_work import ScrubReport
+from dcp.server.storage.process.scrub_work import ScrubReport, put_back_damages
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.process.store_queue import FAILURES, StoreQueue
 from vbucket.check.finding import ADVICE, Kind
 from vbucket.check.scrub import AREAS, Damage, ScrubPlace
 from vbucket.log.writer import LogWriter
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE
 from vbucket.store.store import Store
 
@@ -237,6 +238,10 @@ class Scrubbing:
             self._tell_mended(row, f"{how} ({source})")
         return bool(how)
 
+    def put_back(self, places: list[str]) -> None:
+        """Write the receipts of what was put back when the store was opened."""
+        self._found(put_back_damages(places))
+
     def _forget(self, row: DamageRow) -> None:
         self.status.damages = [each for each in self.status.damages if each.name != row.name]
         self._saved_s = 0.0
@@ -363,7 +368,8 @@ class Scrubbing:
         facts = {"file": row.file, "where": row.where, "vb_id": row.vb, "seqnos": row.seqnos}
         self._log.warning("damage mended", **facts, keys=row.keys, how=how)
         self._audit.write("repair", **facts, keys=row.keys, how=how, why=row.what)
-        self._store.refresh()
+        with contextlib.suppress(StoreDamagedError):  # the next merge looks again
+            self._store.refresh()
 
     async def _save(self) -> None:
         self._saved_s = time.monotonic()
