@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import MARK_SLOTS, AppendAside, LogDevice, pack_segment_header
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
 from vbucket.log.record import pack_group, read_segment_header
@@ -187,21 +188,19 @@ class LogWriter:
             self.kept.add(self.end, self._appended)
             self._appended = None
 
-    def begin_append(
-        self, group: int, payload: bytes, entries: Sequence[bytes] = ()
-    ) -> GroupAside | None:
+    def begin_append(self, group: CommitGroup) -> GroupAside | None:
         """Prepare a group that the caller writes and syncs. None: only `append` can do it; it may
         also take over a group that the caller could not write. Raises as `append` does.
         """
         device = self.device
         assert self._segment, "a segment was begun"
         self._keep()
-        record, crc = pack_group(group, payload, self._salt, self.end.crc)
+        record, crc = pack_group(group.number, group.payload, self._salt, self.end.crc)
         aside = device.begin_append(record)
         if aside is None:
             return None
         end_bytes = device.current_bytes + len(record)
-        return GroupAside(aside, LogEnd(self._segment, end_bytes, group, crc), entries)
+        return GroupAside(aside, LogEnd(self._segment, end_bytes, group.number, crc), group.changes)
 
     def end_append(self, group: GroupAside) -> None:
         """Take note that a group is on disk, written and synced by the caller."""

@@ -320,8 +320,7 @@ class Committer:
         # While zeros are written, no group may be, and the thread of Python does one at a time.
         if self._group_thread is None or self.ahead.is_reserving or not job.is_synced:
             return False
-        group = job.group
-        self._aside = self._writer.begin_append(group.number, group.payload, group.changes)
+        self._aside = self._writer.begin_append(job.group)
         if self._aside is not None:
             done = partial(self._guarded, self._aside_done, job, self._aside)
             self._group_thread.give(self._aside.aside, done)
