@@ -72,6 +72,7 @@ from dcp.server.storage.log_ahead import LogAhead
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.process.loading import Loading
+from dcp.server.storage.process.log_mending import LogMending
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
@@ -398,6 +399,7 @@ class Node:
         merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())), groups,
             storage.device, self._store_queue, commits, backpressure, self.meter, log,
+            LogMending(storage.folder.log_path, storage.writer.kept),
         )  # fmt: skip
         compaction = Compaction(
             engine, FloorCycle(engine, storage.store, self._hub), self._hub, commits, merging,
@@ -407,6 +409,7 @@ class Node:
             self.about.data_dir, self._store_queue, merging, storage.store, storage.writer,
             self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
+        scrubbing.put_back(storage.env.mend())
         loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
             self.meter, log, release=self.connections.loaded,

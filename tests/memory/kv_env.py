@@ -152,6 +152,10 @@ class MemoryEnv:
         self._map_bytes *= 2
         return True
 
+    def mend(self) -> list[str]:
+        """See KvEnv."""
+        return []
+
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
         names = self.tables if tables is None else tables

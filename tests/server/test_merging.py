@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.health import Backpressure, Health, Pressure
 from dcp.server.storage.merging import CHECK_S, MergeTroubleError, Merging
 from dcp.server.storage.process import store_queue
+from dcp.server.storage.process.log_mending import LogMending
 from dcp.server.storage.process.store_process import StoreProcessDiedError
 from dcp.server.storage.process.store_queue import StoreQueue, StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
@@ -30,6 +32,7 @@ from support.cluster_here import until
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.log.record import LogDamagedError
+from vbucket.log.writer import KeptGroups
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.upkeep.merge import MergeReport, merge
@@ -101,6 +104,7 @@ class Shell:
         self.merging = Merging(
             engine, self.node.merges, groups, self.node.device, self.queue,
             CommitWaiters(engine, self.kick), self.pressure, self.meter, log,
+            LogMending(Path("no folder"), KeptGroups()),
         )  # fmt: skip
 
     async def start(self) -> Process:

@@ -49,6 +49,7 @@ class Merging:
         self.count = 0
         self.ended: list[asyncio.Event] = []
         self.watch = self.ended.append
+        self.log_mending = SimpleNamespace(take_mended=list)
 
     def end(self) -> None:
         self.count += 1

@@ -29,6 +29,7 @@ from vbucket.store.environment import (
 )
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import check_file
+from vbucket.store.lmdb.meta_pages import COPY_AT, COPY_BYTES
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 
 TABLES = ("by_key", "by_seqno")
@@ -325,17 +326,98 @@ def test_a_file_that_is_shorter_than_its_pages_may_be_whole(tmp_path: Path) -> N
         LmdbEnv(tmp_path / "s", ("fruit",))
 
 
-@pytest.mark.parametrize("slot", [0, 1])
-@Kinds
-def test_a_damaged_meta_page_is_named(store: Path, slot: int, what: str) -> None:
+def damaged_meta(store: Path, slot: int, what: str) -> tuple[Path, bytes]:
+    """Damage a meta page; return the file, and what it held before."""
     path = store / "data.mdb"
-    data = bytearray(path.read_bytes())
+    before = path.read_bytes()
+    data = bytearray(before)
+    at = slot * PAGE_BYTES
     other = data[(1 - slot) * PAGE_BYTES :][:PAGE_BYTES]
-    new = {"zeros": bytes(PAGE_BYTES), "ones": b"\xff" * PAGE_BYTES, "other": other}[what]
-    data[slot * PAGE_BYTES :][:PAGE_BYTES] = new
-    data[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = new
+    if what in {"root", "transaction", "last page"}:
+        data[at + 16 + {"root": 112, "transaction": 128, "last page": 125}[what]] ^= 2
+    else:
+        new = {"zeros": bytes(PAGE_BYTES), "ones": b"\xff" * PAGE_BYTES, "other": other}[what]
+        data[at : at + PAGE_BYTES] = new
     path.write_bytes(data)
-    with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not a valid one of LMDB"):
+    return path, before
+
+
+Metas = pytest.mark.parametrize(
+    "what", ["zeros", "ones", "other", "root", "transaction", "last page"]
+)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@Metas
+def test_a_damaged_meta_page_is_put_back(store: Path, slot: int, what: str) -> None:
+    """At a start from the copy in the other one; both are the newest or the one before."""
+    path, before = damaged_meta(store, slot, what)
+    with pytest.raises(StoreDamagedError, match=f"its meta page {slot} is not what was written"):
+        LmdbPageReader(store, TABLES)
+    assert opened_and_closed(store) == [f"meta page {slot}"]
+    assert path.read_bytes() == before
+    assert opened_and_closed(store) == []
+
+
+def opened_and_closed(store: Path) -> list[str]:
+    env = opened(store)
+    mended = env.mend()
+    env.close()
+    return mended
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@Metas
+def test_a_damaged_meta_page_of_a_store_in_use(store: Path, slot: int, what: str) -> None:
+    """The process that writes puts it back; readers are refused until then, and see no other
+    state. Pages of commits after it are right.
+    """
+    env = opened(store)
+    env.keep_rows(())
+    snapshot = env.snapshot()
+    for number in range(3):
+        damaged_meta(store, slot, what)
+        with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not what was written"):
+            snapshot.refresh()
+        if number:
+            assert env.mend() == [f"meta page {slot}"]
+        with env.write() as write:
+            write.put("by_key", b"new", b"%d" % number)
+            if number == 2:  # while a transaction is under way
+                damaged_meta(store, slot, "zeros")
+        env.mend()
+        snapshot.refresh()
+        assert snapshot.get("by_key", b"new") == b"%d" % number
+    snapshot.close()
+    env.close()
+    assert opened_and_closed(store) == []
+
+
+def test_a_meta_page_without_a_copy_is_named(store: Path) -> None:
+    """As an older dcpd leaves it, whose copies are older, or if both pages are damaged."""
+    path, before = damaged_meta(store, 0, "zeros")
+    data = bytearray(path.read_bytes())
+    at = PAGE_BYTES + COPY_AT
+    data[at : at + COPY_BYTES] = bytes(COPY_BYTES)
+    path.write_bytes(data)
+    with pytest.raises(StoreDamagedError, match="its meta page 0 is not a valid one of LMDB"):
+        opened(store)
+    path.write_bytes(before)
+    older = (store / SUMS_FILE_NAME).read_bytes()
+    env = opened(store)
+    for number in range(4):
+        with env.write() as write:
+            write.put("by_key", b"new", b"%d" % number)
+    env.close()
+    data = bytearray(path.read_bytes())
+    for slot in (0, 1):
+        at = slot * PAGE_BYTES + COPY_AT
+        data[at : at + COPY_BYTES] = before[at : at + COPY_BYTES]
+    path.write_bytes(data)
+    assert older != (store / SUMS_FILE_NAME).read_bytes()
+    assert opened_and_closed(store) == [], "older copies are no damage"
+    path.write_bytes(bytes(PAGE_BYTES) + bytes(data[PAGE_BYTES:]))
+    with pytest.raises(StoreDamagedError, match="its meta page 0 is not a valid one of LMDB"):
         opened(store)
 
 
@@ -365,6 +447,8 @@ def test_flags_that_the_list_of_tables_does_not_have_are_named(store: Path, slot
     for bit in range(16):
         damaged = bytearray(data)
         damaged[at + bit // 8] ^= 1 << bit % 8
+        copy = (1 - slot) * PAGE_BYTES + COPY_AT
+        damaged[copy : copy + COPY_BYTES] = bytes(COPY_BYTES)
         path.write_bytes(damaged)
         with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not a valid one"):
             opened(store)

@@ -19,6 +19,7 @@ from vbucket.store.hashes import form_of
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.lmdb.lmdb_file import PageFile
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import TABLES
 from vbucket.store.store import Store
 
@@ -144,3 +145,44 @@ def test_a_damaged_record_is_named_by_python(tmp_path: Path) -> None:
 def test_buckets_that_do_not_fit_are_refused(bits: int, wanted: bytes) -> None:
     with pytest.raises(ValueError, match="a byte for each bucket"):
         read(written()[0], PREFIX, wanted, bits, 1)
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_rows_of_keys_and_that_others_have_none(tmp_path: Path, has_sums: bool) -> None:
+    """With checksums every key is proven to be there or not; without them, those between others."""
+    env = LmdbEnv(tmp_path / "store", TABLES, map_size_bytes=1 << 28)
+    rows = rows_of(5, 3_000)
+    with env.write() as write:
+        write.put_sorted(TABLE, rows)
+    if not has_sums:
+        env.close()
+        (tmp_path / "store" / SUMS_FILE_NAME).write_bytes(b"")
+        file = PageFile(tmp_path / "store")
+        found = file.reader(file.newest()).tree_in_c(TABLE)
+    else:
+        store = Store(env)
+        found = store.key_tree()
+    assert found is not None
+    there = [key[2:] for key, _ in rows]
+    absent = [key + b"x" for key in there]
+    keys = sorted([*there, *absent, b"\0", b"\xff"])
+    some, unproven = found.rows_of(PREFIX, keys)
+    assert some == rows
+    assert set(unproven) <= set(absent) | {b"\0", b"\xff"}
+    assert bool(unproven) != has_sums
+    assert len(unproven) < len(keys) / 20
+    if has_sums:
+        assert store.rows_of(5, keys) == rows
+        data = env._file.view
+        leaf = max(layout_of(tmp_path / "store")[TABLE].leaves)
+        assert len(data) > leaf * PAGE_BYTES
+        with (tmp_path / "store" / "data.mdb").open("r+b") as damaged:
+            damaged.seek(leaf * PAGE_BYTES + 3_000)
+            damaged.write(b"damage")
+        store.refresh()
+        with pytest.raises(StoreDamagedError):
+            store.rows_of(5, [absent[-1]])
+        store.close()
+        env.close()
+    with pytest.raises(ValueError, match="this is no key"):
+        found.rows_of(PREFIX, [bytes(600)])

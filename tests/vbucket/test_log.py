@@ -522,3 +522,25 @@ def test_marks_that_were_given_up_count_no_more() -> None:
     first = list(scan_segment(after.read(1), 1, is_newest=True))[-1]
     LogWriter(after, LogEnd(1, first.end, 1, first.crc)).mark_anew()
     assert [group.group for group in recover(after, 0).groups()] == [1]
+
+
+def test_entries_in_memory_give_the_bytes_of_their_segment() -> None:
+    """Until it is merged; not if an entry of a group is not known."""
+    writer = LogWriter(MemoryLogDevice())
+    writer.rotate()
+    entries = [pack_control(number, {"kind": "state", "state": 1}) for number in range(9)]
+    for number, group in enumerate((entries[:1], entries[1:3], entries[3:4], entries[4:]), 1):
+        if number == 3:
+            writer.rotate()
+        writer.append(number, b"".join(group), group)
+    writer.sync()
+    for segment in (1, 2):
+        content = writer.kept.content_of(segment)
+        assert content is not None
+        assert content.to_bytes() == writer.device.read(segment)
+    assert [writer.kept.is_newest(segment) for segment in (1, 2)] == [False, True]
+    writer.append(5, entries[0])
+    writer.append(6, entries[0], entries[:1])
+    assert [writer.kept.knows(segment) for segment in (1, 2, 3)] == [True, False, False]
+    writer.kept.forget([1])
+    assert writer.kept.content_of(1) is None

@@ -15,6 +15,7 @@
 #include "blocks.h"
 #include "key_hashes.h"
 #include "key_record.h"
+#include "stored_documents.h"
 
 #include <string.h>
 
@@ -298,39 +299,101 @@ static int is_document(const Search *search)
            search->value[0] == MUTATION;
 }
 
-static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
+/* Begins searches for some of the keys from `first` on. Returns how many, -1 with an exception. */
+static Py_ssize_t begin_searches(const Py_buffer *prefix, PyObject *keys, Py_ssize_t first,
+                                 uint8_t (*full_keys)[FULL_KEY_BYTES_MAX], Search *searches)
 {
-    const char *prefix;
-    Py_ssize_t prefix_bytes;
+    Py_ssize_t count = 0, size = PyList_GET_SIZE(keys);
+    for (; count < SEARCHES_MAX && first + count < size; count++) {
+        PyObject *key = PyList_GET_ITEM(keys, first + count);
+        if (!PyBytes_CheckExact(key) ||
+            prefix->len + PyBytes_GET_SIZE(key) > FULL_KEY_BYTES_MAX) {
+            PyErr_SetString(PyExc_ValueError, "this is no key");
+            return -1;
+        }
+        memcpy(full_keys[count], prefix->buf, (size_t)prefix->len);
+        memcpy(full_keys[count] + prefix->len, PyBytes_AS_STRING(key),
+               (size_t)PyBytes_GET_SIZE(key));
+        searches[count] = (Search){.key = full_keys[count]};
+        searches[count].key_bytes = (size_t)(prefix->len + PyBytes_GET_SIZE(key));
+    }
+    return count;
+}
+
+/* Whether a key that was not found is not there: all pages on the way have their checksums, or
+   its neighbours are sound. */
+static int is_absent(const KeyTree *tree, const Search *search)
+{
+    uint64_t known = 0;
+    if (tree->compared != NULL)
+        memcpy(&known, (const uint8_t *)tree->sums.buf + SUMS_TRANSACTION_AT, sizeof known);
+    return search->outcome == ABSENT &&
+           (known >= tree->transaction || record_is_absent(tree, search));
+}
+
+/* Appends the row of a sound record to a list. Returns 0 if there is none, -1 with an exception. */
+static int take_row(const Search *search, PyObject *rows)
+{
+    if (search->outcome != FOUND || !record_is_sound(search->key, search->key_bytes, search->value,
+                                                     search->value_bytes))
+        return 0;
+    PyObject *row = Py_BuildValue("y#y#", search->key, (Py_ssize_t)search->key_bytes,
+                                  search->value, (Py_ssize_t)search->value_bytes);
+    int is_bad = row == NULL || PyList_Append(rows, row);
+    Py_XDECREF(row);
+    return is_bad ? -1 : 1;
+}
+
+static PyObject *key_tree_rows_of(KeyTree *self, PyObject *args)
+{
+    Py_buffer prefix;
     PyObject *keys;
     uint8_t full_keys[SEARCHES_MAX][FULL_KEY_BYTES_MAX];
     Search searches[SEARCHES_MAX];
-    if (!PyArg_ParseTuple(args, "y#O!", &prefix, &prefix_bytes, &PyList_Type, &keys))
+    if (!PyArg_ParseTuple(args, "y*O!", &prefix, &PyList_Type, &keys))
+        return NULL;
+    PyObject *rows = PyList_New(0), *unproven = PyList_New(0);
+    int is_bad = rows == NULL || unproven == NULL;
+    for (Py_ssize_t first = 0, count; !is_bad && first < PyList_GET_SIZE(keys); first += count) {
+        count = begin_searches(&prefix, keys, first, full_keys, searches);
+        is_bad = count < 0;
+        if (!is_bad)
+            key_tree_search(self, searches, (size_t)count);
+        for (Py_ssize_t i = 0; i < count && !is_bad; i++) {
+            int taken = take_row(&searches[i], rows);
+            is_bad = taken < 0 || (!taken && !is_absent(self, &searches[i]) &&
+                                   PyList_Append(unproven, PyList_GET_ITEM(keys, first + i)));
+        }
+    }
+    PyBuffer_Release(&prefix);
+    PyObject *found = is_bad ? NULL : PyTuple_Pack(2, rows, unproven);
+    Py_XDECREF(rows);
+    Py_XDECREF(unproven);
+    return found;
+}
+
+static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
+{
+    Py_buffer prefix;
+    PyObject *keys;
+    uint8_t full_keys[SEARCHES_MAX][FULL_KEY_BYTES_MAX];
+    Search searches[SEARCHES_MAX];
+    if (!PyArg_ParseTuple(args, "y*O!", &prefix, &PyList_Type, &keys))
         return NULL;
     PyObject *unproven = PyList_New(0);
-    for (Py_ssize_t first = 0; unproven != NULL && first < PyList_GET_SIZE(keys);) {
-        size_t count = 0;
-        for (; count < SEARCHES_MAX && first + (Py_ssize_t)count < PyList_GET_SIZE(keys); count++) {
-            PyObject *key = PyList_GET_ITEM(keys, first + (Py_ssize_t)count);
-            if (!PyBytes_CheckExact(key) ||
-                prefix_bytes + PyBytes_GET_SIZE(key) > FULL_KEY_BYTES_MAX) {
-                PyErr_SetString(PyExc_ValueError, "this is no key");
-                Py_DECREF(unproven);
-                return NULL;
-            }
-            memcpy(full_keys[count], prefix, (size_t)prefix_bytes);
-            memcpy(full_keys[count] + prefix_bytes, PyBytes_AS_STRING(key),
-                   (size_t)PyBytes_GET_SIZE(key));
-            searches[count] = (Search){.key = full_keys[count]};
-            searches[count].key_bytes = (size_t)(prefix_bytes + PyBytes_GET_SIZE(key));
-        }
-        key_tree_search(self, searches, count);
-        for (size_t i = 0; i < count && unproven != NULL; i++)
+    for (Py_ssize_t first = 0, count; unproven != NULL && first < PyList_GET_SIZE(keys);
+         first += count) {
+        count = begin_searches(&prefix, keys, first, full_keys, searches);
+        if (count < 0)
+            Py_CLEAR(unproven);
+        else
+            key_tree_search(self, searches, (size_t)count);
+        for (Py_ssize_t i = 0; i < count && unproven != NULL; i++)
             if (!is_document(&searches[i]) &&
-                PyList_Append(unproven, PyList_GET_ITEM(keys, first + (Py_ssize_t)i)))
+                PyList_Append(unproven, PyList_GET_ITEM(keys, first + i)))
                 Py_CLEAR(unproven);
-        first += (Py_ssize_t)count;
     }
+    PyBuffer_Release(&prefix);
     return unproven;
 }
 
@@ -460,6 +523,7 @@ static PyMethodDef methods[] = {
     {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
     {"unsound", (PyCFunction)key_tree_unsound, METH_O, NULL},
     {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
+    {"rows_of", (PyCFunction)key_tree_rows_of, METH_VARARGS, NULL},
     {"within", (PyCFunction)key_tree_within, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

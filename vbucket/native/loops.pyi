@@ -311,6 +311,13 @@ class KeyTree:
     def unproven(self, prefix: bytes, keys: list[bytes], /) -> list[bytes]:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
+    def rows_of(
+        self, prefix: bytes, keys: list[bytes], /
+    ) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
+        """Return the sound records of `by_key` that these keys have, as rows, and the keys of which
+        it is not proven whether there is one.
+        """
+
     def within(
         self, first: bytes, stop: bytes, records: int, wanted: bytes, bits: int, prefix_at: int,
         prefix: bytes, cas_at: int, rev_at: int, opcode: int, /,

@@ -162,6 +162,12 @@ class KvEnv(Protocol):
         No transaction and no snapshot of this process may be open.
         """
 
+    def mend(self) -> list[str]:
+        """Put back what is damaged of the database's own pages, as far as this process knows what
+        they held; return what was mended since the last call. Only the process that writes calls
+        it, without a transaction. Raises StoreFailedError.
+        """
+
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """Return the bytes that these tables (None: all) take, without free pages."""
 

@@ -320,7 +320,7 @@ class Committer:
         # While zeros are written, no group may be, and the thread of Python does one at a time.
         if self._group_thread is None or self.ahead.is_reserving or not job.is_synced:
             return False
-        self._aside = self._writer.begin_append(job.group.number, job.group.payload)
+        self._aside = self._writer.begin_append(job.group)
         if self._aside is not None:
             done = partial(self._guarded, self._aside_done, job, self._aside)
             self._group_thread.give(self._aside.aside, done)
@@ -453,8 +453,8 @@ class Committer:
 
     def _write(self, job: WriteGroup, sync: Callable[[], object]) -> None:
         # The newest segment cannot change before: one job is under way at a time.
-        group = job.group
-        self._writer.append(group.number, group.payload, sync_follows=job.is_synced)
+        writer, group = self._writer, job.group
+        writer.append(group.number, group.payload, group.changes, sync_follows=job.is_synced)
         if job.is_synced:
             sync()
 

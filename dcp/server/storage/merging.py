@@ -28,11 +28,13 @@ from dcp.core.store_schedule import MergeCycle, MergeDuty, Pacing, Work, left_of
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Backpressure
+from dcp.server.storage.process.log_mending import LogMending
 from dcp.server.storage.process.store_process import StoreProcess
 from dcp.server.storage.process.store_queue import StoreQueue
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
+from vbucket.log.record import LogDamagedError
 from vbucket.upkeep.merge import MergeReport
 
 CHECK_S: Final = 0.1
@@ -57,8 +59,10 @@ class Merging:
         pressure: Backpressure,
         meter: Meter,
         log: EventLog,
+        log_mending: LogMending,
     ) -> None:
         self._engine = engine
+        self.log_mending = log_mending
         self._cycle = cycle
         self._device = device
         self._queue = queue
@@ -111,7 +115,9 @@ class Merging:
         self.progress.began_s = time.monotonic()
         self.paces = True
         self._duty.rotated(self.progress.began_s)
-        merged = self._cycle.merged(await self._merge(segments))
+        report = await self._merge(segments)
+        self.log_mending.merged(segments)
+        merged = await self._queue.refreshed(Work.MERGE, lambda: self._cycle.merged(report))
         for vb_id, why in merged.entered.items():
             self._log.error("quarantined", vb_id=vb_id, reason=why)
         for vb_id in merged.left:
@@ -179,7 +185,12 @@ class Merging:
     async def _merge(self, segments: list[int]) -> MergeReport:
         async def ask(process: StoreProcess) -> MergeReport:
             with self._hurrying(process) as share:
-                report = await process.merge(segments, share)
+                try:
+                    report = await process.merge(segments, share)
+                except LogDamagedError:
+                    if not await self.log_mending.mend(segments):
+                        raise
+                    report = await process.merge(segments, share)
             self._meter.merged_in(process.merge_s)
             return report
 

@@ -133,7 +133,9 @@ class Storage:
             opened.callback(self.folder.close)
             self.device = FileLogDevice(self.folder.log_path, draws)
             opened.callback(self.device.close)
-            env = LmdbEnv(self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes)
+            self.env = env = LmdbEnv(
+                self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes
+            )
             opened.callback(env.close)
             for name in (self.folder.store_path, self.folder.path):
                 sync_folder(name)  # LMDB syncs its file, but not the folders above it
@@ -219,6 +221,8 @@ class Storage:
         with self._opened:
             if not (is_clean and self.has_begun):
                 return ""
+            with contextlib.suppress(StoreFailedError):
+                self.env.mend()
             self.store.refresh()
             parts = self.engine.partitions
             clean_end = CleanEnd(

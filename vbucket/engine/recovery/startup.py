@@ -107,7 +107,7 @@ class Startup:
             # It holds only new versions, because nobody could write yet.
             assert self._group is None or self._group.entries == len(self.new_versions)
         if self._group is not None and engine.commits.committed_group < self._group.number:
-            writer.append(self._group.number, self._group.payload)
+            writer.append(self._group.number, self._group.payload, self._group.changes)
             writer.sync()
             engine.keyspace.group_synced(self._group)
         if self.new_versions:

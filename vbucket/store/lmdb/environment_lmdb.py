@@ -29,8 +29,9 @@ from vbucket.store.environment import (
     partition_of,
     place_of,
 )
-from vbucket.store.lmdb.lmdb_file import PageFile, check_file
+from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.lmdb_pages import Meta, PageReader
+from vbucket.store.lmdb.meta_pages import MetaPages
 from vbucket.store.lmdb.sums_writer import SumsWriter
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class LmdbSnapshot:
 
     def _begin(self) -> None:
         for _ in range(STATE_ATTEMPTS):
-            self._transaction = _begin_read(self._env)
+            self._transaction = _begin_read(self._env, self._file)
             state = self._file.state_of(self._transaction.id())
             if state is not None:
                 self._pages = self._file.reader(state)
@@ -118,6 +119,7 @@ class LmdbSnapshot:
 
     def refresh(self) -> None:
         """See KvSnapshot."""
+        self._file.check_metas()  # LMDB believes them
         self.close()
         self._begin()
 
@@ -348,7 +350,10 @@ class LmdbEnv:
     ) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
+        self._mended: list[int] = []
+        """Meta pages that were put back, since `mend`."""
         try:
+            self._mend_metas()
             _check_names(folder, check_file(folder) or set(), tables)
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
@@ -360,8 +365,11 @@ class LmdbEnv:
                     name: self._env.open_db(name.encode(), txn=transaction) for name in tables
                 }
             self._file = PageFile(folder)
+            self._metas = MetaPages(self._file.path)
             self._sums = SumsWriter(folder)
             self._kept: KeptRows = {}
+            self._writes_alone = False
+            """Whether no other process writes, since `keep_rows`."""
             # If there is no room, the first write tries it again.
             with self._env.begin(write=True), suppress(OSError, StoreFailedError):
                 self._catch_up()
@@ -400,6 +408,8 @@ class LmdbEnv:
                 is_to_commit = True
             is_to_commit = False
             self._keep(write.written)
+            with suppress(OSError):  # the next write tells
+                self._metas.put_heads_back()
             after = self._file.newest()
             if after.transaction != before.transaction:
                 with suppress(OSError, StoreFailedError):  # it is committed; the next write tells
@@ -431,8 +441,9 @@ class LmdbEnv:
     def keep_rows(self, tables: Sequence[str]) -> KeptRows:
         """Keep the rows of small tables in memory, as of each commit from now on, and return them.
         If a page of a table is damaged now, there are none of it. Of a long row only the
-        beginning is kept: ROW_IN_LEAF_MAX + 1 bytes.
+        beginning is kept: ROW_IN_LEAF_MAX + 1 bytes. No other process may write from now on.
         """
+        self._writes_alone = True
         for table in tables:
             with suppress(StoreDamagedError):
                 reader = self._file.reader(self._file.newest())
@@ -454,13 +465,41 @@ class LmdbEnv:
 
         Raises OSError, StoreFailedError.
         """
+        self._look_at_metas()
         state = self._file.newest()
         known = self._file.sums.transaction
         if known != state.transaction:
             self._follow(self._file.before(state) if known else None, state)
         return state
 
+    def mend(self) -> list[str]:
+        """See KvEnv."""
+        try:
+            self._look_at_metas()
+        except OSError as error:
+            raise StoreFailedError(
+                f"{self._file.path}: its meta pages cannot be put back: {error}"
+            ) from error
+        mended, self._mended = self._mended, []
+        return [f"meta page {slot}" for slot in mended]
+
+    def _look_at_metas(self) -> None:
+        """Put damaged meta pages back. Raises OSError."""
+        alone = self._writes_alone
+        self._mended += self._metas.put_back() if alone else self._metas.learn()
+
+    def _mend_metas(self) -> None:
+        """Put damaged meta pages back before LMDB reads them. Raises OSError."""
+        path = self._folder / DATA_FILE_NAME
+        if path.exists():
+            metas = MetaPages(path)
+            try:
+                self._mended += metas.learn()
+            finally:
+                metas.close()
+
     def _follow(self, before: Meta | None, after: Meta) -> None:
+        self._metas.learn()
         self._file.map_state(after)
         self._sums.follow(self._file.view, before, after)
 
@@ -484,15 +523,16 @@ class LmdbEnv:
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
         names = self._tables if tables is None else tables
-        with self._env.begin() as transaction:
+        with _begin_read(self._env, self._file) as transaction:
             stats = [transaction.stat(self._tables[name]) for name in names]
         pages = ("branch_pages", "leaf_pages", "overflow_pages")
-        return int(sum(stat[name] for stat in stats for name in pages) * stats[0]["psize"])  # type: ignore[literal-required]
+        return int(sum(stat[name] for stat in stats for name in pages) * stats[0]["psize"])
 
     def close(self) -> None:
         """See KvEnv."""
         self._env.close()
         self._file.close()
+        self._metas.close()
         self._sums.close()
 
 
@@ -525,16 +565,20 @@ def _free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _begin_read(env: Any) -> Any:
+def _begin_read(env: Any, file: PageFile) -> Any:
     """Begin a read transaction; adopt the larger map if another process has enlarged it.
 
-    This process must have no other transaction open.
+    This process must have no other transaction open. Raises StoreDamagedError.
     """
     try:
         return env.begin(buffers=True)
-    except lmdb.MapResizedError:
-        env.set_mapsize(0)  # LMDB's way to adopt the size that the file needs
-        return env.begin(buffers=True)
+    except lmdb.MapResizedError as error:
+        file.check_metas()
+        try:
+            env.set_mapsize(0)  # LMDB's way to adopt the size that the file needs
+            return env.begin(buffers=True)
+        except lmdb.Error:
+            raise file.damaged(f"its meta pages name more than it has: {error}") from error
 
 
 def _check_names(folder: Path, found: Collection[str], tables: Sequence[str]) -> None:

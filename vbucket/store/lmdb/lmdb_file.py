@@ -21,10 +21,13 @@ from vbucket.store.lmdb.lmdb_pages import (
     is_meta,
     read_meta,
 )
+from vbucket.store.lmdb.meta_pages import sound_metas
 from vbucket.store.lmdb.page_sums import PageSums
 from vbucket.store.lmdb.sums_writer import follow_a_crash
 
 DATA_FILE_NAME: Final = "data.mdb"
+LOOKS: Final = 3
+"""So often meta pages are read that seem damaged: another process may just write them."""
 
 
 class PageFile:
@@ -59,24 +62,38 @@ class PageFile:
 
     def newest(self) -> Meta:
         """Return the newest committed state. Raises StoreDamagedError."""
-        first = self._meta(0, 0)
-        second = self._meta(1, first.page_bytes)
-        if first.page_bytes != second.page_bytes:
-            raise self.damaged("its two meta pages differ in the size of a page")
+        first, second = self._metas()
         return second if second.transaction > first.transaction else first
 
     def before(self, state: Meta) -> Meta:
         """Return the state before the newest one. Raises StoreDamagedError."""
-        slot = 1 - (state.transaction & 1)
-        return self._meta(slot, slot * state.page_bytes)
+        return self._metas()[1 - (state.transaction & 1)]
 
     def state_of(self, transaction: int) -> Meta | None:
         """Return the state that a transaction committed; None if a later one has replaced it."""
-        slot = transaction & 1
-        start = self._meta(0, 0).page_bytes if slot else 0
-        first, second = (self._meta(slot, start) for _ in range(2))
+        first, second = (self._metas()[transaction & 1] for _ in range(2))
         # Two reads differ while the page is being written.
         return first if first == second and first.transaction == transaction else None
+
+    def check_metas(self) -> None:
+        """Raise StoreDamagedError if a meta page is damaged, also if its copy tells its content."""
+        for _ in range(LOOKS):
+            bad = self._bad_meta()
+            if bad is None:
+                return
+        raise self.damaged(
+            f"its meta page {bad} is not what was written last; the process that writes the store, "
+            "or a start of dcpd, puts it back, because the other one has a copy"
+        )
+
+    def _bad_meta(self) -> int | None:
+        for slot, content in enumerate(sound_metas(self._fd) or ()):
+            meta = read_meta(content, slot)
+            assert meta is not None, "it was checked"
+            found = os.pread(self._fd, META_BYTES, slot * meta.page_bytes)
+            if found != content and len(found) == META_BYTES:  # else it is cut short
+                return slot
+        return None
 
     def reader(self, state: Meta) -> PageReader:
         """Return a reader of a state. Raises StoreFailedError."""
@@ -107,6 +124,20 @@ class PageFile:
     def is_ours(self) -> bool:
         """Whether the file has a meta page of LMDB; otherwise it is something else."""
         return any(is_meta(self._view[start:]) for start in (0, 4096, 16384, 65536))
+
+    def _metas(self) -> tuple[Meta, Meta]:
+        """Return what the meta pages hold, or held before they were damaged."""
+        sound = sound_metas(self._fd)
+        if sound is not None:
+            first, second = (read_meta(content, slot) for slot, content in enumerate(sound))
+            assert first is not None, "it was checked"
+            assert second is not None, "it was checked"
+            return first, second
+        first = self._meta(0, 0)
+        second = self._meta(1, first.page_bytes)
+        if first.page_bytes != second.page_bytes:
+            raise self.damaged("its two meta pages differ in the size of a page")
+        return first, second
 
     def _meta(self, slot: int, start: int) -> Meta:
         data = bytes(self._view[start : start + META_BYTES])
@@ -152,6 +183,7 @@ def check_file(folder: Path) -> set[str] | None:
         if len(file.view) >= META_BYTES and not file.is_ours():
             return None
         known = file.sums.transaction
+        file.check_metas()
         state = file.newest()
         file.sums.check_age(known, state.transaction)
         reader = file.reader(state)

@@ -122,7 +122,7 @@ class Loading:
             self._loads.refuse_all()
             return
         self._send_ahead()
-        self._store.refresh()
+        await self._queue.refreshed(Work.LOAD, self._store.refresh)
         before = self._loads.documents
         self._hub.committed(self._loads.done(reports))
         self._meter.changes += self._loads.documents - before

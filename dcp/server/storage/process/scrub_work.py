@@ -43,6 +43,7 @@ GIVEN_MAX: Final = 100
 """Small blocks of damaged leaves that wait for the others of their leaf."""
 ROUNDS_MAX: Final = 64
 """So often one place is read again after something there was mended."""
+PUT_BACK: Final = "it was written as it was, which its copy says"
 _STORE_FILE: Final = "store/data.mdb"
 
 
@@ -134,6 +135,10 @@ class ScrubWork:
             return False  # the pass names it
         return True
 
+    def put_back(self, places: list[str]) -> None:
+        """Take note of what the store itself has put back (`KvEnv.mend`)."""
+        self._met += put_back_damages(places)
+
     def put_versions(self, request: dict[str, Any]) -> str:
         """Mend the block `key` with `entries` of another copy; return how, "" if that cannot be.
         Nobody writes to the store meanwhile.
@@ -205,6 +210,12 @@ class ScrubWork:
             except FileNotFoundError:  # a segment was merged meanwhile
                 continue
         return size_bytes
+
+
+def put_back_damages(places: list[str]) -> list[Damage]:
+    """Return the receipts of `KvEnv.mend`."""
+    kind, what = str(Kind.PAGES), "it was not what was written last"
+    return [Damage(kind, _STORE_FILE, place, what, mended=PUT_BACK) for place in places]
 
 
 def _parts(mender: PageMender, damage: Damage) -> list[Damage]:

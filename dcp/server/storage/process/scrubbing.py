@@ -33,13 +33,15 @@ from dcp.core.store_schedule import Work, scrub_due_in_s, scrub_rest_s
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
-from dcp.server.storage.merging import Merging
-from dcp.server.storage.process.scrub_work import ScrubReport
+from dcp.server.storage.merging import MergeTroubleError, Merging
+from dcp.server.storage.process.scrub_work import ScrubReport, put_back_damages
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.process.store_queue import FAILURES, StoreQueue
 from vbucket.check.finding import ADVICE, Kind
 from vbucket.check.scrub import AREAS, Damage, ScrubPlace
+from vbucket.log.segment_files import SEGMENT_NAME
 from vbucket.log.writer import LogWriter
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE
 from vbucket.store.store import Store
 
@@ -237,6 +239,10 @@ class Scrubbing:
             self._tell_mended(row, f"{how} ({source})")
         return bool(how)
 
+    def put_back(self, places: list[str]) -> None:
+        """Write the receipts of what was put back when the store was opened."""
+        self._found(put_back_damages(places))
+
     def _forget(self, row: DamageRow) -> None:
         self.status.damages = [each for each in self.status.damages if each.name != row.name]
         self._saved_s = 0.0
@@ -290,7 +296,7 @@ class Scrubbing:
         status.total_bytes += report.read_bytes
         status.size_bytes = report.size_bytes
         status.busy_s += report.busy_s
-        self._found([Damage(*each) for each in report.damages])
+        await self._take([Damage(*each) for each in report.damages])
         if not status.is_running:
             if not self._saved_s:
                 await self._save()
@@ -302,6 +308,23 @@ class Scrubbing:
             report.busy_s, report.read_bytes, report.size_bytes, self.period_s,
             is_hurried=status.is_hurried,
         )  # fmt: skip
+
+    async def _take(self, damages: list[Damage]) -> None:
+        """Mend what of the log is in memory; then tell of all."""
+        mending = self._merging.log_mending
+        named = []
+        for damage in damages:
+            found = SEGMENT_NAME.match(Path(damage.file).name) if damage.kind == Kind.LOG else None
+            if found is None or not mending.knows(int(found[1])):
+                named.append(damage)
+                continue
+            with contextlib.suppress(OSError, MergeTroubleError):
+                if await mending.mend([int(found[1])]):
+                    continue
+                await self._merging.merge_now()  # it is the newest segment's end
+                continue
+            named.append(damage)
+        self._found(named + mending.take_mended())
 
     def _failed(self, error: Exception) -> None:
         if not self.status.trouble:
@@ -363,7 +386,8 @@ class Scrubbing:
         facts = {"file": row.file, "where": row.where, "vb_id": row.vb, "seqnos": row.seqnos}
         self._log.warning("damage mended", **facts, keys=row.keys, how=how)
         self._audit.write("repair", **facts, keys=row.keys, how=how, why=row.what)
-        self._store.refresh()
+        with contextlib.suppress(StoreDamagedError):  # the next merge looks again
+            self._store.refresh()
 
     async def _save(self) -> None:
         self._saved_s = time.monotonic()

@@ -407,6 +407,7 @@ class StoreWork:
         """
         operation = OPERATIONS[request["op"]]
         try:
+            self._scrub.put_back(self._env.mend())
             result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
             return _refusal(request, error)

@@ -27,6 +27,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -148,6 +149,19 @@ class StoreQueue:
             return await self._attempt(ask, keeps_process=(StoreDamagedError,))
         finally:
             self._end()
+
+    async def refreshed(self, work: Work, refresh: Callable[[], _T]) -> _T:
+        """Return what `refresh` returns, which moves to the newest state of the store. If a meta
+        page is damaged, the store process has to put it back first, as it does before each request.
+        """
+        while True:
+            try:
+                return refresh()
+            except StoreDamagedError as error:
+                self._log.warning("newest state of the store not read", reason=str(error))
+                with contextlib.suppress(*FAILURES):
+                    await self.do(work, lambda process: process.used_bytes())
+                await asyncio.sleep(self._pause_s)
 
     async def do_in_slices(self, work: Work, ask: Ask[bool]) -> None:
         """Do a job in turns until `ask` returns False; one attempt. Raises one of FAILURES."""
