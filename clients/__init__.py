@@ -16,7 +16,6 @@ from dcp import __version__
 if TYPE_CHECKING:
     from clients.address import ServerAddress, parse_address
     from clients.checkpoint.checkpoint import (
-        AsyncCheckpointStore,
         Checkpoint,
         CheckpointFile,
         CheckpointStore,
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from clients.checkpoint.lmdb_checkpoint import LmdbCheckpoint
     from clients.checkpoint.server_checkpoint import ServerCheckpoint
     from clients.consumer.batch_reader import Cut, Delivery
-    from clients.consumer.consumer import Consumer
-    from clients.consumer.counters import ConsumerMetrics, Measured, export_prometheus
+    from clients.consumer.consumer import Consumer, export_prometheus
+    from clients.consumer.counters import ConsumerMetrics
     from clients.consumer.group import Group
     from clients.consumer.group_member import GroupMember, Share
     from clients.consumer.options import (
@@ -107,14 +106,14 @@ __getattr__ = lazy_names(
     __name__,
     {
         "address": "ServerAddress parse_address",
-        "checkpoint.checkpoint": "AsyncCheckpointStore Checkpoint CheckpointFile CheckpointStore"
+        "checkpoint.checkpoint": "Checkpoint CheckpointFile CheckpointStore"
         " MemoryCheckpoint decode_checkpoint decode_position encode_checkpoint"
         " encode_position",
         "checkpoint.lmdb_checkpoint": "LmdbCheckpoint",
         "checkpoint.server_checkpoint": "ServerCheckpoint",
         "consumer.batch_reader": "Cut Delivery",
-        "consumer.consumer": "Consumer",
-        "consumer.counters": "ConsumerMetrics Measured export_prometheus",
+        "consumer.consumer": "Consumer export_prometheus",
+        "consumer.counters": "ConsumerMetrics",
         "consumer.group": "Group",
         "consumer.group_member": "GroupMember Share",
         "consumer.options": "ConsumerArguments ConsumerOptions FollowArguments OnRollback Start",
@@ -143,7 +142,6 @@ __getattr__ = lazy_names(
 __all__ = [
     "AmbiguousStatusError",
     "AmbiguousWriteError",
-    "AsyncCheckpointStore",
     "AtomicBatch",
     "AuthenticationError",
     "CasMismatchError",
@@ -180,7 +178,6 @@ __all__ = [
     "JsonDocument",
     "KvClient",
     "LmdbCheckpoint",
-    "Measured",
     "MemoryCheckpoint",
     "Mirror",
     "Mutation",

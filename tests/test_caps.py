@@ -91,10 +91,10 @@ CAPS: Final = {
     "attributes of a class": Cap(36, 25),
     "arguments of a constructor": Cap(10, 10),
     "callbacks passed to constructors": Cap(40, 40),
-    "Protocol classes": Cap(28, 25),
+    "Protocol classes": Cap(25, 25),
     "support modules of tests": Cap(25, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(470 + sum(each.files for each in FEATURES.values()), 340),
+    "files": Cap(469 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(15, 15),
     "lines": Cap(102_805 + sum(each.lines for each in FEATURES.values()), 87_000),
 }

@@ -26,17 +26,17 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: Final = {
-    "SET": Ceiling(20, 43, 16, 35),
-    "GET": Ceiling(8, 13, 8, 13),
-    "stream request, ROLLBACK": Ceiling(17, 40, 15, 30),
-    "stream request, backlog from memory": Ceiling(24, 73, 20, 45),
-    "SET with one live stream": Ceiling(29, 75, 24, 55),
-    "stream request, backlog from LMDB": Ceiling(27, 90, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(45, 112, 34, 80),
-    "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
+    "SET": Ceiling(16, 34, 16, 34),
+    "GET": Ceiling(6, 10, 6, 10),
+    "stream request, ROLLBACK": Ceiling(16, 32, 15, 30),
+    "stream request, backlog from memory": Ceiling(24, 64, 20, 45),
+    "SET with one live stream": Ceiling(25, 65, 24, 55),
+    "stream request, backlog from LMDB": Ceiling(27, 80, 20, 45),
+    "SET to a consumer's event, both ends": Ceiling(41, 103, 34, 80),
+    "master: a group begins, to two replicas": Ceiling(13, 27, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
-    "replica: synced, acknowledgement out": Ceiling(18, 31, 10, 18),
-    "master: acknowledgement in, committed": Ceiling(13, 25, 11, 17),
+    "replica: synced, acknowledgement out": Ceiling(18, 29, 10, 18),
+    "master: acknowledgement in, committed": Ceiling(13, 22, 11, 17),
 }
 TRIES: Final = 10
 """A timer of the node may fall into a flow, so the shortest way of some runs counts."""

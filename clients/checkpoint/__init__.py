@@ -11,7 +11,6 @@ from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from clients.checkpoint.checkpoint import (
-        AsyncCheckpointStore,
         Checkpoint,
         CheckpointFile,
         CheckpointStore,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AsyncCheckpointStore",
     "Checkpoint",
     "CheckpointFile",
     "CheckpointStore",
@@ -38,7 +36,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "checkpoint": (
-            "Checkpoint CheckpointStore AsyncCheckpointStore MemoryCheckpoint CheckpointFile "
+            "Checkpoint CheckpointStore MemoryCheckpoint CheckpointFile "
             "encode_position decode_position encode_checkpoint decode_checkpoint"
         )
     },

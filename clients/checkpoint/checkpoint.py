@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 from zlib import crc32
@@ -43,7 +43,8 @@ Checkpoint = dict[int, Position]
 
 
 class CheckpointStore(Protocol):
-    """Stores the checkpoint of a consumer. It is called in a thread, one call at a time.
+    """Stores the checkpoint of a consumer. It is called in a thread, one call at a time; methods
+    that are coroutines, of stores on the network, run on the consumer's event loop.
 
     A store may have more members:
 
@@ -60,20 +61,10 @@ class CheckpointStore(Protocol):
     first two.
     """
 
-    def load(self) -> Checkpoint:
+    def load(self) -> Checkpoint | Awaitable[Checkpoint]:
         """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
 
-    def save(self, checkpoint: Mapping[int, Position]) -> None:
-        """Keep a checkpoint. Raises CheckpointError."""
-
-
-class AsyncCheckpointStore(Protocol):
-    """A CheckpointStore with async methods, for stores on the network."""
-
-    async def load(self) -> Checkpoint:
-        """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
-
-    async def save(self, checkpoint: Mapping[int, Position]) -> None:
+    def save(self, checkpoint: Mapping[int, Position]) -> Awaitable[None] | None:
         """Keep a checkpoint. Raises CheckpointError."""
 
 

@@ -38,7 +38,7 @@ from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.batch_reader import BatchReader, Cut, Delivery
 from clients.consumer.core import ConsumerCore
-from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.counters import COUNTERS, GAUGES, ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
 from clients.consumer.node_session import ConsumerSession
@@ -377,6 +377,41 @@ class Consumer:
             draws=draws,
         )
         return ConsumerSession(self._supervisor, link, core)
+
+
+class _ConsumerCollector:
+    """Reads a consumer's numbers when Prometheus collects."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        name = [self._consumer.name]
+        for key, value in self._consumer.metrics.as_dict().items():
+            counter = CounterMetricFamily(
+                f"dcpd_consumer_{key}", COUNTERS[key], labels=["consumer"]
+            )
+            counter.add_metric(name, value)
+            yield counter
+        for key, value in self._consumer.gauges().items():
+            gauge = GaugeMetricFamily(f"dcpd_consumer_{key}", GAUGES[key], labels=["consumer"])
+            gauge.add_metric(name, value)
+            yield gauge
+
+
+def export_prometheus(consumer: Consumer, registry: Any = None) -> Any:
+    """Register a consumer's metrics (label `consumer`: its name); return the collector.
+
+    `registry` None: the default one. Undo it with `registry.unregister(collector)`.
+    """
+    from prometheus_client import REGISTRY
+
+    collector = _ConsumerCollector(consumer)
+    (REGISTRY if registry is None else registry).register(collector)
+    return collector
 
 
 def _address_of(server: str | ServerAddress) -> ServerAddress:

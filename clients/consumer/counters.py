@@ -10,8 +10,7 @@ ends, are also logged to `logging.getLogger("dcpd.consumer")`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from typing import Final
 
 COUNTERS: Final = {
     "changes": "Changes returned: mutations and deletions",
@@ -77,48 +76,3 @@ class ConsumerMetrics:
     def as_dict(self) -> dict[str, int]:
         """Return all counters by name."""
         return {name: getattr(self, name) for name in COUNTERS}
-
-
-class Measured(Protocol):
-    """What the export needs from a `clients.consumer.Consumer`."""
-
-    name: str
-    metrics: ConsumerMetrics
-
-    def gauges(self) -> dict[str, int]:
-        """Return the values of GAUGES."""
-
-
-class _ConsumerCollector:
-    """Reads a consumer's numbers when Prometheus collects."""
-
-    def __init__(self, consumer: Measured) -> None:
-        self._consumer = consumer
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the metric families."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        name = [self._consumer.name]
-        for key, value in self._consumer.metrics.as_dict().items():
-            counter = CounterMetricFamily(
-                f"dcpd_consumer_{key}", COUNTERS[key], labels=["consumer"]
-            )
-            counter.add_metric(name, value)
-            yield counter
-        for key, value in self._consumer.gauges().items():
-            gauge = GaugeMetricFamily(f"dcpd_consumer_{key}", GAUGES[key], labels=["consumer"])
-            gauge.add_metric(name, value)
-            yield gauge
-
-
-def export_prometheus(consumer: Measured, registry: Any = None) -> Any:
-    """Register a consumer's metrics (label `consumer`: its name); return the collector.
-
-    `registry` None: the default one. Undo it with `registry.unregister(collector)`.
-    """
-    from prometheus_client import REGISTRY
-
-    collector = _ConsumerCollector(consumer)
-    (REGISTRY if registry is None else registry).register(collector)
-    return collector

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final, Literal, TypedDict, cast
 
-from clients.checkpoint.checkpoint import AsyncCheckpointStore, CheckpointStore
+from clients.checkpoint.checkpoint import CheckpointStore
 from clients.consumer.group import Group
 from clients.event import Rollback
 from clients.position import Filter, Position
@@ -72,7 +72,7 @@ class ConsumerOptions:
     start: Start = "beginning"
     """Where partitions without a checkpoint start: "beginning", "now", a datetime with a zone, or a
     Position or seqno by partition."""
-    store: CheckpointStore | AsyncCheckpointStore | None = None
+    store: CheckpointStore | None = None
     """It is loaded when the consumer opens, and written by `save`."""
     save_every_s: float | None = None
     """Also save at this interval, without the events that the user is still processing."""
@@ -211,7 +211,7 @@ class ConsumerArguments(FollowArguments, total=False):
     """Keyword arguments of a Consumer: the fields of ConsumerOptions."""
 
     start: Start
-    store: CheckpointStore | AsyncCheckpointStore | None
+    store: CheckpointStore | None
     save_every_s: float | None
     on_rollback: OnRollback
     collections: Iterable[str | int] | str | None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.checkpoint.checkpoint import Checkpoint, CheckpointStore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG
 from clients.consumer.options import is_whole
@@ -35,7 +35,7 @@ class Saver:
 
     def __init__(
         self,
-        store: CheckpointStore | AsyncCheckpointStore | None,
+        store: CheckpointStore | None,
         every_s: float | None,
         metrics: ConsumerMetrics,
         name: str,

@@ -521,7 +521,7 @@ class Node:
             backups=Backups(self.about.data_dir, log), cluster=self._cluster_operations,
             scrubbing=write.scrubbing,
             status=stats.status, metrics=partial(_metrics_page, sources),
-            console=console, users_changed=partial(access.apply_rights, connections),
+            console=console, users_changed=partial(connections.apply_rights, access),
         )  # fmt: skip
         self._listeners = Listeners(
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
@@ -582,7 +582,8 @@ class Node:
 
     def reload(self) -> None:
         """Read users and certificates again now (SIGHUP)."""
-        self.access.tick(self.connections)
+        self.access.tick()
+        self.connections.apply_rights(self.access)
         self.access.reload_certificates(always=True)
 
     async def run_until_stopped(self) -> None:

@@ -58,12 +58,7 @@ from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.upkeep_commands import UpkeepCommands
-from dcp.wire.frame import (
-    FLEX_HEADER,
-    HEADER,
-    HEADER_BYTES,
-    Frame,
-)
+from dcp.wire.frame import FLEX_HEADER, HEADER, HEADER_BYTES, Frame
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
 from failover.rules.write_answer import Durability, refusal_of
@@ -79,19 +74,10 @@ GATHERED_BYTES_MIN: Final = 64 * 1024
 """A packet that misses more than this is gathered in a bytearray. Concatenating each piece would
 copy the whole packet each time."""
 
-_BEFORE_LOGIN: Final = frozenset(
-    {
-        Opcode.HELLO,
-        Opcode.SASL_LIST_MECHS,
-        Opcode.SASL_AUTH,
-        Opcode.SASL_STEP,
-        Opcode.NOOP,
-        Opcode.VERSION,
-        Opcode.QUIT,
-        Opcode.QUITQ,
-        Opcode.GET_ERROR_MAP,
-    }
-)
+_BEFORE_LOGIN: Final = frozenset({
+    Opcode.HELLO, Opcode.SASL_LIST_MECHS, Opcode.SASL_AUTH, Opcode.SASL_STEP, Opcode.NOOP,
+    Opcode.VERSION, Opcode.QUIT, Opcode.QUITQ, Opcode.GET_ERROR_MAP,
+})  # fmt: skip
 
 _PRESERVE_EXPIRY: Final = frozenset({Opcode.SET, Opcode.SETQ, Opcode.REPLACE, Opcode.REPLACEQ})
 """Commands that keep a document's expiry if frame info 5 asks for it."""
@@ -211,9 +197,7 @@ class Session:
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.work = 0.0
-        has_steps = state.has_steps
-        state.begin_commands(now_ns)
-        if has_steps and not self._took_last_step(now_ns):
+        if self._begin(now_ns) and not self._took_last_step(now_ns):
             self._is_entered = False
             return
         buffer = state.buffer
@@ -257,6 +241,8 @@ class Session:
             if after == position:
                 break
             position = after
+            if position == end:
+                break
             hot = self._document_handlers()
             runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         if state.arrival.until_ns and not is_held:
@@ -290,6 +276,15 @@ class Session:
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
         end_long(self.state)
+
+    def _begin(self, now_ns: int) -> bool:
+        """Begin a batch of commands; return whether a request that takes steps is under way."""
+        state = self.state
+        if state.first_change < 0 or not state.wait_group:
+            # An earlier read may have brought no whole command. Its place is that of another group.
+            state.first_change = len(state.engine.keyspace.pending)
+        state.engine.begin_batch(now_ns)
+        return state.flush is not None or state.long is not None
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""

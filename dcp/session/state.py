@@ -289,13 +289,6 @@ class SessionState:
         self.acknowledges_as_master = acknowledges_as_master
         """Whether reads wait for this node's log only (setting acknowledge)."""
 
-    def begin_commands(self, now_ns: int) -> None:
-        """Prepare for the commands of one batch; `now_ns` is Unix time."""
-        if self.first_change < 0 or not self.wait_group:
-            # An earlier read may have brought no whole command. Its place is that of another group.
-            self.first_change = len(self.engine.keyspace.pending)
-        self.engine.begin_batch(now_ns)
-
     def answer(
         self,
         request: Frame,

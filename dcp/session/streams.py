@@ -15,7 +15,7 @@ from dcp.session.replication_port import ReplicaSender, ReplicationError
 from dcp.session.request_frames import refuse_stray
 from dcp.session.state import SessionState
 from dcp.stream.codec import Known, frame_codec, plain_frames
-from dcp.stream.filter import StreamFilter, filter_of, unfiltered
+from dcp.stream.filter import DEFAULT_ONLY, EVERYTHING, StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -440,10 +440,11 @@ class DcpCommands:
     def _filter_of(self, told: StreamValue) -> StreamFilter:
         """Return the stream's filter."""
         state = self._state
-        if not told.document or not state.hello.has_collections:
-            return unfiltered(
-                has_collections=state.hello.has_collections, key_prefixes=told.key_prefixes
-            )
+        has_collections = state.hello.has_collections
+        if not told.document or not has_collections:
+            if told.key_prefixes:
+                return unfiltered(has_collections=has_collections, key_prefixes=told.key_prefixes)
+            return EVERYTHING if has_collections else DEFAULT_ONLY
         state.observes_manifest()
         return filter_of(told.document, state.engine.keyspace.manifest, told.key_prefixes)
 

@@ -200,7 +200,9 @@ class TextSession:
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.work = 0.0
-        self.state.begin_commands(now_ns)
+        if state.first_change < 0 or not state.wait_group:  # as in Session._begin
+            state.first_change = len(self._engine.keyspace.pending)
+        self._engine.begin_batch(now_ns)
         handle = self._handle if state.marks is None else self._handle_with_marks
         if state.flush is not None:
             first_answer, first_entry = len(state.answers), len(self._engine.keyspace.pending)

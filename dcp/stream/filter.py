@@ -206,3 +206,9 @@ def unfiltered(*, has_collections: bool, key_prefixes: tuple[bytes, ...] = ()) -
     return StreamFilter(
         collections=(DEFAULT_COLLECTION,), has_events=False, key_prefixes=key_prefixes
     )
+
+
+EVERYTHING: Final = unfiltered(has_collections=True)
+"""Of streams without a filter: all of them share it, as nothing that is sent changes it."""
+DEFAULT_ONLY: Final = unfiltered(has_collections=False)
+"""The same for clients that know no collections."""

@@ -25,7 +25,7 @@ SECTIONS = {
     "Checkpoints": (
         "dcpd",
         ("CheckpointFile", "LmdbCheckpoint", "ServerCheckpoint", "MemoryCheckpoint", "Checkpoint",
-         "CheckpointStore", "AsyncCheckpointStore", "encode_position", "decode_position"),
+         "CheckpointStore", "encode_position", "decode_position"),
     ),
     "Testing": ("dcpd.testing", None),
     "Spark": ("dcpd.spark", None),

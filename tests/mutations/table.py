@@ -330,8 +330,8 @@ MUTATIONS = (
     ),
     Mutation(
         "half-a-packet-keeps-its-place",
-        "        if self.first_change < 0 or not self.wait_group:\n",
-        "        if self.first_change < 0:\n",
+        "        if state.first_change < 0 or not state.wait_group:\n",
+        "        if state.first_change < 0:\n",
         ("test_write_guards",),
     ),
     Mutation(

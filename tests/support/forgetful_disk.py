@@ -259,7 +259,7 @@ class _File:
 
 
 class ForgetfulDisk:
-    """`vbucket.log.disk_folder.Disk` in memory. It can be full, and syncs can fail."""
+    """`vbucket.log.device_files.FolderDisk` in memory. It can be full, and syncs can fail."""
 
     def __init__(self, power: Power) -> None:
         self._power = power

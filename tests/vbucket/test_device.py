@@ -20,8 +20,7 @@ from vbucket.log.device import (
     LogWriteError,
     SyncFailedError,
 )
-from vbucket.log.device_files import FileLogDevice
-from vbucket.log.disk_folder import sync_folder
+from vbucket.log.device_files import FileLogDevice, sync_folder
 from vbucket.log.record import SegmentHeader, read_segment_header
 from vbucket.log.segment_files import READ_BYTES, read_segment, segment_path
 

@@ -1,6 +1,6 @@
 """Which commit groups are synced, and what of them each partition has committed. Sans-IO.
 
-    taken(group)             the group goes to the log
+    in_flight                groups that go to the log
     synced(group)            its record is on disk. Partitions without replicas are committed up to
                              this group: answers may leave, and streams have something to send
     commit(vb_id, seqno)     all in-sync replicas of a partition have it up to this seqno, too
@@ -30,8 +30,8 @@ class Commits:
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self._partitions = partitions
-        self._in_flight: list[CommitGroup] = []
-        """Groups that were taken and are not synced."""
+        self.in_flight: list[CommitGroup] = []
+        """Groups that the keyspace has closed and that are not synced."""
         self._uncommitted: dict[int, CommitGroup] = {}
         """Synced groups that some partition has not committed, by number, in order."""
         self.lagging: dict[int, int] = {}
@@ -40,27 +40,18 @@ class Commits:
         """Number of the last group that is in the log, as safe as the durability requires."""
         self.committed_group = 0
 
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether a group was taken and is not synced."""
-        return bool(self._in_flight)
-
     def continue_after(self, group: int) -> None:
         """Continue after `group`, the last one in the log."""
         self.synced_group = self.committed_group = group
-
-    def taken(self, group: CommitGroup) -> None:
-        """Take note that a group was closed and goes to the log."""
-        self._in_flight.append(group)
 
     def synced(self, group: CommitGroup, *, is_on_disk: bool = True) -> None:
         """Take note that a group is as safe in the log as the durability requires.
 
         It commits the group in all partitions that have no replicas.
         """
-        assert self._in_flight, "a group is synced after it was taken"
-        assert self._in_flight[0] is group, "groups are synced in the order they were taken"
-        del self._in_flight[0]
+        assert self.in_flight, "a group is synced after it was taken"
+        assert self.in_flight[0] is group, "groups are synced in the order they were taken"
+        del self.in_flight[0]
         number = self.synced_group = group.number
         partitions, lagging, lags = self._partitions, self.lagging, False
         for vb_id, seqno in group.high_seqnos.items():
@@ -136,7 +127,7 @@ class Commits:
 
     def group_of(self, vb_id: int, seqno: int) -> int | None:
         """Return the number of the group that has this uncommitted change; None: the open group."""
-        for group in (*self._uncommitted.values(), *self._in_flight):
+        for group in (*self._uncommitted.values(), *self.in_flight):
             if group.high_seqnos.get(vb_id, 0) >= seqno:
                 return group.number
         return None
@@ -145,12 +136,12 @@ class Commits:
         """Take note that the store has a partition up to this seqno: groups that only have control
         entries of it, and were taken before, do not end below.
         """
-        for group in (*self._uncommitted.values(), *self._in_flight):
+        for group in (*self._uncommitted.values(), *self.in_flight):
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = seqno
 
     def cut(self, vb_id: int, seqno: int) -> None:
         """Take note that a branch has undone what lies above `seqno` in a partition."""
-        for group in (*self._uncommitted.values(), *self._in_flight):
+        for group in (*self._uncommitted.values(), *self.in_flight):
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], seqno)

@@ -227,8 +227,8 @@ class Keyspace:
         self._has_control = False
         self._branched = []
         self._restated = []
-        self.commits.taken(group)
         self.group += 1
+        self.commits.in_flight.append(group)
         return group
 
     def group_synced(self, group: CommitGroup, *, is_on_disk: bool = True) -> None:
@@ -469,7 +469,7 @@ class Keyspace:
 
         A merge begins at a group boundary. So an empty open group gets an entry without effect.
         """
-        if not (self.pending or self.commits.has_in_flight or self.active_bytes):
+        if not (self.pending or self.commits.in_flight or self.active_bytes):
             return self._frozen_group if self.is_merging else 0
         if not self.pending:
             part = self.partitions[0]

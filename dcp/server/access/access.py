@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Any, Final
 
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.browser_sessions import BrowserSessions
@@ -24,6 +24,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.session.access.rights import Role
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
+from dcp.session.state import SessionState
 from dcp.session.text import TextSession
 from dcp.wire.opcode import Opcode
 
@@ -38,19 +39,6 @@ def tls_files(settings: Settings) -> TlsFiles | None:
         settings.tls_cert, settings.tls_key or settings.tls_cert, settings.tls_client_ca,
         settings.cluster_ca if settings.cluster_tls == MUTUAL else None,
     )  # fmt: skip
-
-
-class GuardedConnection(Protocol):
-    """What access control uses of an open connection."""
-
-    session: Session | TextSession
-    opened_ns: int
-    """When it was opened, or its user lost all rights; monotonic."""
-    heard_ns: int
-    """When the peer last sent something; monotonic."""
-
-    def rights_changed(self, *, may_stream: bool) -> None:
-        """React to changed rights of the user; the session has the new ones."""
 
 
 class Access:
@@ -120,23 +108,26 @@ class Access:
             why=fields["reason"],
         )
 
-    def overdue(self, connection: GuardedConnection, now_ns: int) -> str:
-        """Return why a connection should be closed now, "" if it should not; monotonic time."""
-        if not connection.session.is_logged_in:
-            if now_ns - connection.opened_ns > self._handshake_timeout_s * 1e9:
+    def overdue(
+        self, session: Session | TextSession, now_ns: int, opened_ns: int, heard_ns: int
+    ) -> str:
+        """Return why a connection should be closed now, "" if it should not. Monotonic: when it was
+        opened, or its user lost all rights, and when its peer last sent something.
+        """
+        if not session.is_logged_in:
+            if now_ns - opened_ns > self._handshake_timeout_s * 1e9:
                 limit = f"no login within {self._handshake_timeout_s} s"
                 return f"{limit} (setting handshake_timeout)"
             return ""
         idle_s = self.idle_timeout_s
-        is_streaming = connection.session.state.sender is not None
-        if idle_s and not is_streaming and now_ns - connection.heard_ns > idle_s * 1e9:
+        is_streaming = session.state.sender is not None
+        if idle_s and not is_streaming and now_ns - heard_ns > idle_s * 1e9:
             return f"nothing was heard for {idle_s} s (setting idle_timeout)"
         return ""
 
-    def tick(self, connections: Iterable[GuardedConnection]) -> None:
-        """Load changed files of users, certificates and the token; update open connections."""
+    def tick(self) -> None:
+        """Load changed files of users, certificates and the token."""
         self.users.reload_if_changed()
-        self.apply_rights(connections)
         self.reload_certificates(always=False)
         self._reload_metrics_token()
 
@@ -144,27 +135,26 @@ class Access:
         """Return whether this is the token of the setting metrics_token."""
         return self._metrics_token is not None and self._metrics_token.allows(token)
 
-    def apply_rights(self, connections: Iterable[GuardedConnection]) -> None:
-        """Give every open connection the rights that its user has now."""
-        revision = self.users.revision
-        if revision == self._seen_revision:
-            return
-        self._seen_revision = revision
-        for connection in tuple(connections):
-            state = connection.session.state
-            if state.login.user is None:
-                continue
-            rights = self.users.rights_of(state.login.user)
-            if rights == state.login.rights:
-                continue
-            state.login.rights_changed(rights)
-            if state.feed is None:
-                may_stream = (
-                    rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
-                )
-            else:
-                may_stream = rights is not None and rights.has(Role.REPLICATE)
-            connection.rights_changed(may_stream=may_stream)
+    def take_users_revision(self) -> bool:
+        """Return whether users have changed since this was asked last."""
+        before, self._seen_revision = self._seen_revision, self.users.revision
+        return before != self._seen_revision
+
+    def apply_rights(self, state: SessionState) -> bool | None:
+        """Give a session the rights that its user has now; return whether it may go on to stream.
+        None: they are as before.
+        """
+        if state.login.user is None:
+            return None
+        rights = self.users.rights_of(state.login.user)
+        if rights == state.login.rights:
+            return None
+        state.login.rights_changed(rights)
+        if rights is None:
+            return False
+        if state.feed is not None:
+            return rights.has(Role.REPLICATE)
+        return rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
 
     def _reload_metrics_token(self) -> None:
         if self._metrics_token is None:

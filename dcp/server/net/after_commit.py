@@ -14,7 +14,7 @@ from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.committer import LogEvents
 from dcp.server.storage.failover_logs import FailoverLogs
-from dcp.server.storage.health import Backpressure, Health
+from dcp.server.storage.health import Backpressure, Health, Pressure
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.log.commit_group import CommitGroup
@@ -71,7 +71,9 @@ class AfterCommit(LogEvents):
             self._failover_logs.save_soon(vb_id)
         if self._commits.waiting:
             self._commits.committed()
-        self._backpressure.update()
+        pressure = self._backpressure
+        if pressure.keyspace.is_overfull is (pressure.pressure is Pressure.ROOM):
+            pressure.update()
         self._connections.release()
 
     def rotated(self, _segment: int) -> None:

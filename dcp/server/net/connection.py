@@ -295,7 +295,7 @@ class ClientConnection(asyncio.Protocol):
         if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
             self._held.expire(now_ns)
             self._release()
-        reason = self._parts.access.overdue(self, now_ns)
+        reason = self._parts.access.overdue(self.session, now_ns, self.opened_ns, self.heard_ns)
         sender = self.session.state.sender
         if sender is not None and not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"

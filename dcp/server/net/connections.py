@@ -17,9 +17,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from dcp.server.access.access import GuardedConnection
+from dcp.server.access.access import Access
 from dcp.server.config.settings import Settings
 from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
+from dcp.session.session import Session
+from dcp.session.text import TextSession
 
 TICKED_AT_ONCE: Final = 1_000
 """If there are more connections, each tick is the turn of some of them, a quarter at least: the
@@ -70,12 +72,16 @@ class Newcomers:
         self._line.pop(newcomer, None)
 
 
-class OpenConnection(GuardedConnection, Holder, Protocol):
+class OpenConnection(Holder, Protocol):
     """What other parts use of a connection (dcp.server.net.connection)."""
 
+    session: Session | TextSession
     peer: str
     """Host and port, for logs."""
     peer_host: str
+
+    def rights_changed(self, *, may_stream: bool) -> None:
+        """React to changed rights of the user; the session has the new ones."""
 
     def release(self) -> bool:
         """Send the answers that may leave after a commit; return whether any still wait."""
@@ -204,6 +210,14 @@ class Connections:
         for connection in turn:
             if connection in self.open:
                 connection.tick(now_ns)
+
+    def apply_rights(self, access: Access) -> None:
+        """Give every open connection the rights that its user has now."""
+        if access.take_users_revision():
+            for connection in self:
+                may_stream = access.apply_rights(connection.session.state)
+                if may_stream is not None:
+                    connection.rights_changed(may_stream=may_stream)
 
     def writers_may_go_on(self) -> None:
         """Resume commands that write."""

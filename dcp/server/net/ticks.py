@@ -51,7 +51,8 @@ class Upkeep:
         now_ns = elapsed_ns()
         step = self._housekeeping.step
         self._connections.tick(now_ns)
-        step("access", lambda: self._access.tick(self._connections))
+        step("access", self._access.tick)
+        step("rights", lambda: self._connections.apply_rights(self._access))
         step("read views", lambda: self._views.tick(now_ns))
         step("log limits", lambda: self._refusals.tick(now_ns / 1e9))
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vbucket.log.disk_folder import sync_folder
+from vbucket.log.device_files import sync_folder
 
 FOLDER_FORMAT_VERSION: Final = 1
 MARKER_NAME: Final = "dcpd-folder"

@@ -175,12 +175,13 @@ class MergeProgress:
 class Backpressure:
     """Steps of pressure. Lives on one event loop. `wait_s` is the setting write_wait.
 
-    `update` is called after each commit group and whenever a merge has made room, `reword` when
-    a merge has met trouble.
+    `update` is called after a commit group that may change it, and whenever a merge has made room;
+    `reword` when a merge has met trouble.
     """
 
     def __init__(self, engine: Engine, health: Health, wait_s: float) -> None:
         self._engine = engine
+        self.keyspace = engine.keyspace
         self._health = health
         self.merge = MergeProgress()
         self.wait_s = wait_s
@@ -189,7 +190,7 @@ class Backpressure:
 
     def update(self) -> None:
         """Check how full the memtables are now."""
-        is_full = self._engine.keyspace.is_overfull
+        is_full = self.keyspace.is_overfull
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
             self._engine.let_writers_wait()

@@ -30,8 +30,7 @@ from dcp.server.storage.folder import FolderError, open_folder
 from dcp.server.storage.memory_share import item_cache_size
 from vbucket.engine.recovery.startup import OtherNumberError, recover_node
 from vbucket.log.device import LogFullError
-from vbucket.log.device_files import FileLogDevice
-from vbucket.log.disk_folder import sync_folder
+from vbucket.log.device_files import FileLogDevice, sync_folder
 from vbucket.store.environment import StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord

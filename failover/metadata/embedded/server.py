@@ -55,7 +55,7 @@ from failover.metadata.metastore import (
 )
 from failover.metadata.revision_store import RevisionStore
 from failover.metadata.store_codec import encode_image
-from vbucket.log.disk_folder import FolderDisk
+from vbucket.log.device_files import FolderDisk
 
 CONNECTIONS_MAX: Final = 64
 """A cluster on one machine has a few nodes, with one connection each, and some commands."""

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.log.disk_folder import FolderDisk
+from vbucket.log.device_files import FolderDisk
 
 FORMAT_VERSION: Final = 1
 STORE_ID_BYTES: Final = 16

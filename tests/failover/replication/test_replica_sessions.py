@@ -13,7 +13,6 @@ from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, NEEDS, Rights, Role
-from dcp.session.session import Session
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
@@ -162,32 +161,21 @@ def test_a_replicas_connection_opens_nothing_else(peer: Peer) -> None:
     assert peer.state.sender is feed
 
 
-class Connection:
-    """What Access knows of a connection."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.opened_ns = self.heard_ns = 0
-        self.may_stream: list[bool] = []
-
-    def rights_changed(self, *, may_stream: bool) -> None:
-        self.may_stream.append(may_stream)
-
-
 def test_a_link_ends_with_the_role_of_its_user(tmp_path: Path, peer: Peer) -> None:
     """`stream` is not enough for a connection that feeds a replica."""
     users = Users(tmp_path / USERS_FILE, iterations=4096)
     users.add("n1", "password", FULL_RIGHTS.granted(Role.REPLICATE))
     access = Access(Settings(audit="off"), users, EventLog(logging.getLogger("test")))
-    connection = Connection(peer.session)
     assert replicate(peer).status == Status.OK
     peer.state.login.user, peer.state.login.rights = "n1", users.rights_of("n1")
-    assert access.overdue(connection, 10**18) == "", "a link is never idle"
+    assert access.overdue(peer.session, 10**18, opened_ns=0, heard_ns=0) == "", (
+        "a link is never idle"
+    )
     users.revoke("n1", Role.WRITE)
-    access.apply_rights([connection])
+    assert access.apply_rights(peer.state) is True
     users.revoke("n1", Role.REPLICATE)
-    access.apply_rights([connection])
-    assert connection.may_stream == [True, False]
+    assert access.apply_rights(peer.state) is False
+    assert access.apply_rights(peer.state) is None
 
 
 # -- what a replica sends --------------------------------------------------------------------------
