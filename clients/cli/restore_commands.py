@@ -271,7 +271,8 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
             lines.append(
                 f"  {report.kept_newer} kept: the server has the same version, or a newer one or a"
                 " newer deletion"
-                + f" ({report.equal} are equal by hashes, and were not sent)" * bool(report.equal)
+                + f" ({report.equal} are equal by hashes, and were not sent)"
+                * bool(report.equal)
             )
         if report.newer is not None and report.newer.newer:
             lines.append(

@@ -9,12 +9,13 @@ undone without a rollback of both.
 So nothing older replaces what is there: the versions asked for are those that this copy itself had.
 Whoever takes them proves each by the checksum that it has of it (`vbucket.check.mend`).
 
-Who calls it: `dcp.server.cluster.peer_repair`, and the simulator's copies.
+Who calls it: `dcp.core.scrub_turns`, and the simulator's copies.
 """
 
 from __future__ import annotations
 
 from failover.rules.history import FailoverLog, Version
+from failover.rules.replication_record import ReplicationRecord
 
 
 def why_not_taken(
@@ -34,6 +35,14 @@ def why_not_taken(
     if mine != theirs:
         return f"seqno {last_seqno} is of version {theirs.vb_uuid} there, and {mine.vb_uuid} here"
     return ""
+
+
+def sources(record: ReplicationRecord, member: str) -> list[str]:
+    """Return the other copies of a partition in the order in which a member asks them: the
+    master's first, then those in sync.
+    """
+    order = dict.fromkeys((record.master, *record.isr, *record.copies))
+    return [each for each in order if each is not None and each != member]
 
 
 def version_of(log: FailoverLog, seqno: int) -> Version | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dcp.server.storage.process.scrub_work import ScrubReport
+from dcp.core.scrub_turns import ScrubTurns
 from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.check.finding import Kind
-from vbucket.check.scrub import AREAS
+from vbucket.check.scrub import AREAS, Damage, ScrubPlace, ScrubReport
 
 DAMAGE = [str(Kind.BLOCK), "store/data.mdb", "page 7", "its checksum is wrong", 5]
 
@@ -94,3 +94,26 @@ async def test_who_meets_damage_and_each_merge_wake_the_scrubber(
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def test_a_partition_that_was_mended_is_looked_at_again() -> None:
+    """What somebody meets there next is other damage; what stays is looked at later."""
+    turns = ScrubTurns()
+    for mended, looked_at in (("mended", [5]), ("", [])):
+        turns.met(5)
+        _, suspects = turns.next_piece(100.0)
+        damage = Damage(*DAMAGE[:4], vb_id=5, mended=mended)
+        report = ScrubReport([len(AREAS), b""], 0, [list(damage)], 0.0, 0)
+        turns.read(report, suspects, 0, 100.0, 0.0)
+        turns.met(5)
+        assert turns.next_piece(101.0)[1] == looked_at
+
+
+def test_a_pass_that_begins_during_a_look_goes_on() -> None:
+    turns = ScrubTurns()
+    turns.met(5)
+    place, suspects = turns.next_piece(100.0)
+    turns.begin_pass(7.0, is_hurried=True)
+    turns.read(ScrubReport(list(place), 0, [], 0.0, 0), suspects, 0, 100.0, 8.0)
+    assert turns.status.is_running
+    assert turns.next_piece(101.0) == (ScrubPlace(), [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -281,6 +283,37 @@ def test_small_blocks_of_a_list_come_from_elsewhere(tmp_path: Path) -> None:
             assert put_versions(mender, lacking[0].key, []) == FROM_COPY
         file.close()
     assert damages_in(copy) == []
+    assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+def test_a_block_that_cannot_be_read_comes_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the sector is written again, as on a disk that puts another one in its place."""
+    copy = made(tmp_path / "store", (300,), 4000)
+    before = pairs_in(copy, BY_SEQNO_TABLE)
+    page, key = min(layout_of(copy)[BY_SEQNO_TABLE].large.items())
+    bad = {page * PAGE_BYTES}
+    pread, pwrite = os.pread, os.pwrite
+
+    def reads(fd: int, size: int, at: int) -> bytes:
+        if any(each < at + size and at < each + PAGE_BYTES for each in bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, at)
+
+    def writes(fd: int, data: bytes, at: int) -> int:
+        bad.difference_update(range(at, at + len(data), PAGE_BYTES))
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "pread", reads)
+    monkeypatch.setattr(os, "pwrite", writes)
+    file = PageFile(copy)
+    with PageMender(file) as mender:
+        entries = Block(key, before[key]).entries()
+        assert put_versions(mender, key, entries[1:]) == ""
+        assert put_versions(mender, key, entries) == FROM_COPY
+    file.close()
+    assert not bad
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 

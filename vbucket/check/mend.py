@@ -138,16 +138,16 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     """Mend a block with versions from another copy; return how, "" if they do not prove right.
 
     A block whose head is sound takes those of its versions that are damaged, each by its checksum.
-    Otherwise the whole block is made of all of its versions, and the checksum of its first page,
-    which has the block's checksums, must be the one that is known. Raises OSError,
-    StoreDamagedError.
+    Otherwise, and where the disk cannot read it, the whole block is made of all of its versions,
+    and the checksum of its first page, which has the block's checksums, must be the one that is
+    known. Raises OSError, StoreDamagedError.
     """
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     if place is None or place.number is None:  # a small block of a leaf that was mended
         return FROM_COPY if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
-    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
     vb_id, first_seqno = BLOCK_KEY.unpack(key)
     try:
+        value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
         block = Block(key, value)
     except (StoreDamagedError, struct.error):
         before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))

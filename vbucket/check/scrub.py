@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import google_crc32c
 
@@ -102,6 +102,20 @@ class Piece(NamedTuple):
     """Where to go on."""
     read_bytes: int
     damages: list[Damage]
+
+
+class ScrubReport(NamedTuple):
+    """What a piece found and cost, as the store process tells it."""
+
+    place: list[Any]
+    """`ScrubPlace`: where to go on."""
+    read_bytes: int
+    damages: list[list[Any]]
+    """`Damage` each."""
+    busy_s: float
+    """Processor time."""
+    size_bytes: int
+    """Of the store and the log: what a pass reads."""
 
 
 class TableScrub:

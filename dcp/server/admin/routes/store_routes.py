@@ -12,6 +12,7 @@ from base64 import b64decode
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from dcp.core.scrub_turns import ScrubStatus
 from dcp.server.admin.answers import (
     AdminError,
     RouteSpec,
@@ -24,7 +25,7 @@ from dcp.server.admin.bodies import CompactRequest, NoMembers, RepairRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
-from dcp.server.storage.process.scrubbing import Scrubbing, ScrubStatus
+from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_queue import FAILURES
 from vbucket.log.record import LogDamagedError, split_entries
 

@@ -37,7 +37,7 @@ import cbor2
 from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
 from dcp.server.storage.process.rests import Rests
-from dcp.server.storage.process.scrub_work import ScrubReport, ScrubWork
+from dcp.server.storage.process.scrub_work import ScrubWork
 from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
@@ -49,6 +49,7 @@ from dcp.server.storage.process.store_messages import (
     Replies,
     pack_request,
 )
+from vbucket.check.scrub import ScrubReport
 from vbucket.engine.loading.store_load import LoadReport, LoadRequest, Packet, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.record import LogDamagedError
@@ -488,7 +489,7 @@ class StoreWork:
 
     def put_versions(self, request: dict[str, Any]) -> str:
         """Mend a block."""
-        return self._scrub.put_versions(request)
+        return self._scrub.put_versions(request["key"], request["entries"])
 
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
