@@ -82,7 +82,7 @@ def measure_backup(report: Report, options: argparse.Namespace, folder: Path) ->
     with Nodes(folder / "backup") as nodes, DcpServer(folder / "one") as one:
         addresses = {ONE_NODE: one.address, CLUSTER: nodes.nodes["a"].address}
         for port, arguments in ((one.port, ()), (nodes.ports[0], ("--cluster",))):
-            generate("binary", port, (3, 64), "--load", "--keys", keys, *arguments)
+            generate("binary", port, (3, 16), "--load", "--keys", keys, *arguments)
         for _ in range(options.runs):
             for name, address in addresses.items():
                 found = tool("backup", "--step", "backup", "--history", "--server", address,
@@ -100,7 +100,7 @@ def measure_memory(report: Report, options: argparse.Namespace, folder: Path) ->
     """Each of three nodes, with documents and under load."""
     keys, rate = options.documents, options.lag_rate
     with Nodes(folder / "memory") as nodes:
-        generate("binary", nodes.ports[0], (3, 64), "--load", "--keys", keys, "--cluster")
+        generate("binary", nodes.ports[0], (3, 16), "--load", "--keys", keys, "--cluster")
         for _ in range(options.runs):
             with loaded(nodes, rate) as load:
                 time.sleep(BEFORE_SECONDS)

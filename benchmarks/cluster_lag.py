@@ -18,22 +18,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cluster_load import STAMP_BYTES, latencies, tell
-from benchmarks.cluster_nodes import CLUSTER, Load, Nodes
+from benchmarks.cluster_nodes import CLUSTER, Nodes, loaded
 from benchmarks.report import Report
 from benchmarks.run import say
 from clients import Consumer, Mutation, Mutations
 from clients.cli.node.histogram import Histogram
 
 WARM_UP_SECONDS: Final = 3.0
-FOLLOW_SECONDS: Final = 30.0
-"""Longest time until a follower has what was answered."""
-POLL_SECONDS: Final = 0.1
 
 
 class Follower:
@@ -85,22 +82,12 @@ def followed(address: str) -> Iterator[list[Follower]]:
 
 
 def measure_lag(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """A steady load, and two consumers."""
+    """A steady load alone, and with two consumers."""
     with Nodes(folder / "lag") as nodes:
         for _ in range(options.runs):
+            found = {"answer without consumers": seen(nodes, options, ())["answer"]}
             with followed(nodes.nodes["a"].address) as followers:
-                load = Load(nodes.ports, rate=options.lag_rate)
-                try:
-                    load.until_begun()
-                    time.sleep(WARM_UP_SECONDS)
-                    load.split()
-                    for follower in followers:
-                        follower.begin()
-                    time.sleep(options.lag_seconds)
-                    found = {"answer": load.split()}
-                    found |= {follower.what: follower.seen() for follower in followers}
-                finally:
-                    load.kill()
+                found |= seen(nodes, options, followers)
             for what, window in found.items():
                 say(f"  {what}: {window}")
                 for percentile in ("p50", "p99"):
@@ -110,6 +97,19 @@ def measure_lag(report: Report, options: argparse.Namespace, folder: Path) -> No
                 report.add(CLUSTER, f"{options.lag_rate:,.0f} SETs/s: {what}, of them",
                            window["operations"] / options.lag_seconds, unit="/s",
                            more_is_better=True)  # fmt: skip
+
+
+def seen(
+    nodes: Nodes, options: argparse.Namespace, followers: Sequence[Follower]
+) -> dict[str, dict[str, Any]]:
+    """Return the latencies of some seconds of load, for each who sees it."""
+    with loaded(nodes, options.lag_rate) as load:
+        time.sleep(WARM_UP_SECONDS)
+        load.split()
+        for follower in followers:
+            follower.begin()
+        time.sleep(options.lag_seconds)
+        return {"answer": load.split(), **{each.what: each.seen() for each in followers}}
 
 
 # -- the process that follows ----------------------------------------------------------------------
