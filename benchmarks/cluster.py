@@ -30,6 +30,12 @@ Parts
             latencies of all writes, and of those to partitions of other masters
 - join      a fourth node joins under load and gets its share of `--join-mib` of documents by a
             rebalance: MB a second, and the writes' p99 before and meanwhile
+- lag       at `--lag-rate` writes a second for `--lag-seconds`: from when a write is due to its
+            answer, to its event at a consumer of masters, and at a consumer of copies
+- away      SIGKILL of a node, which starts again after `--away` changes at `--rate` a second more:
+            how fast it is level again while `--lag-rate` writes a second go on
+- backup    a backup of `--documents` from three nodes and from one, in turn
+- memory    of each node, with its processor time, at that rate and with so many documents
 - busy      full load for `--seconds`: elections and new versions, of which there must be none
 """
 
@@ -45,6 +51,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.cluster_costs import measure_away, measure_backup, measure_memory
 from benchmarks.cluster_gaps import (
     ISRS,
     in_sync,
@@ -53,8 +60,10 @@ from benchmarks.cluster_gaps import (
     measure_kill,
     measure_kill_coordinator,
 )
+from benchmarks.cluster_lag import measure_lag
 from benchmarks.cluster_nodes import (
     CLUSTER,
+    ONE_NODE,
     POLL_SECONDS,
     Nodes,
     NodesOnEtcd,
@@ -81,7 +90,6 @@ OTHERS: Final = "each_second_of_others"
 VICTIMS: Final = "bc"
 """Nodes that die. The first one owns the metadata store, without which nobody is elected."""
 WARM_UP_SECONDS: Final = GeneratorLoad.warmup_seconds
-ONE_NODE: Final = "one node"
 SETTLED_SECONDS: Final = 2.0
 """How long a load runs before its latencies count."""
 
@@ -330,7 +338,7 @@ def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> N
     """A fourth node joins three that hold data, and gets its share by a rebalance."""
     keys = options.join_mib * MIB // DOCUMENT_BYTES
     with in_sync(Nodes(folder / "join", ISRS[options.isr]), options.isr) as nodes:
-        generate("binary", nodes.ports[0], (2, 64), "--load", "--keys", keys, "--value-bytes",
+        generate("binary", nodes.ports[0], (3, 64), "--load", "--keys", keys, "--value-bytes",
                  DOCUMENT_BYTES, "--cluster")  # fmt: skip
         with loaded(nodes, options.join_rate) as load:
             time.sleep(SETTLED_SECONDS)
@@ -394,6 +402,10 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
     "sdk": measure_sdk,
     "slow": measure_slow,
     "join": measure_join,
+    "lag": measure_lag,
+    "away": measure_away,
+    "backup": measure_backup,
+    "memory": measure_memory,
     "busy": measure_busy,
 }
 
@@ -401,7 +413,8 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
 QUICK: Final = {
     "runs": 1, "rounds": 2, "seconds": 2.0, "seconds_of_set": 1.0, "rest_seconds": 1.0,
     "keys": 2_000, "rate": 1_000, "restart_rate": 500, "gap_rate": 500, "join_rate": 500,
-    "join_mib": 4, "before_seconds": 1.0,
+    "join_mib": 4, "before_seconds": 1.0, "lag_rate": 500, "lag_seconds": 1.0, "away": 1_000,
+    "documents": 3_000,
 }  # fmt: skip
 
 
@@ -421,11 +434,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds-of-set", type=float, default=5.0)
     parser.add_argument("--rest-seconds", type=float, default=10.0, help="of idle")
     parser.add_argument("--keys", type=int, default=200_000)
-    parser.add_argument("--rate", type=float, default=20_000, help="writes a second, handover")
+    parser.add_argument(
+        "--rate", type=float, default=20_000, help="writes a second, handover and away"
+    )
     parser.add_argument("--restart-rate", type=float, default=2_000, help="the same, restart")
     parser.add_argument("--gap-rate", type=float, default=2_000, help="the same, kill and slow")
     parser.add_argument("--join-rate", type=float, default=2_000, help="the same, join")
     parser.add_argument("--join-mib", type=int, default=1024, help="documents of 1 KiB in join")
+    parser.add_argument("--lag-rate", type=float, default=10_000, help="of lag, away and memory")
+    parser.add_argument("--lag-seconds", type=float, default=20.0, help="of lag and memory")
+    parser.add_argument("--away", type=int, default=1_000_000, help="changes a replica misses")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="of backup and memory")
     add_output_options(parser)
     if parser.parse_known_args()[0].quick:
         parser.set_defaults(**QUICK, only=list(PARTS))

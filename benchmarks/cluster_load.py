@@ -49,6 +49,8 @@ TURN_S: Final = 0.001
 IN_FLIGHT_MAX: Final = 50_000
 """Writes that are not answered; no more are sent meanwhile, and the rate is not reached."""
 KEYS_PER_PARTITION: Final = 16
+STAMP_BYTES: Final = 20
+"""A value begins with the time at which it was due, in nanoseconds of the monotonic clock."""
 RECEIVE_BYTES: Final = 1 << 18
 _REVISION: Final = re.compile(rb'"rev":(\d+)')
 
@@ -157,7 +159,8 @@ class ClusterLoad:
         self._host: str = options.host
         self._ports: list[int] = options.ports
         self._rate: float = options.rate
-        self._frames = _frames(options.value_bytes)
+        self._frames = _frames(options.value_bytes, options.keys_per_partition)
+        self._value_bytes: int = options.value_bytes
         self._draw = random.Random(options.seed)
         self._masters: list[int] = [0] * NUM_VBUCKETS
         self._revision = 0
@@ -257,7 +260,10 @@ class ClusterLoad:
             self._again.append((time.monotonic() + RETRY_S, op))
             return
         frames = self._frames[op.vb_id]
-        link.out.append(frames[self._draw.randrange(len(frames))])
+        frame = frames[self._draw.randrange(len(frames))]
+        at = len(frame) - self._value_bytes
+        stamp = b"%0*d" % (STAMP_BYTES, int(op.due_s * 1e9))
+        link.out.append(b"%b%b%b" % (frame[:at], stamp, frame[at + STAMP_BYTES :]))
         link.sent.append(op)
 
     # -- answers -----------------------------------------------------------------------------------
@@ -397,7 +403,7 @@ def tell(document: dict[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def _frames(value_bytes: int) -> list[list[bytes]]:
+def _frames(value_bytes: int, keys_per_partition: int) -> list[list[bytes]]:
     """Return some SETs for each partition."""
     pool = workload.values(1, value_bytes)
     frames: list[list[bytes]] = [[] for _ in range(NUM_VBUCKETS)]
@@ -405,9 +411,9 @@ def _frames(value_bytes: int) -> list[list[bytes]]:
     while missing:
         key = workload.key_of(index)
         found = frames[vbucket_of(key)]
-        if len(found) < KEYS_PER_PARTITION:
+        if len(found) < keys_per_partition:
             found.append(workload.binary_set(key, pool[index % len(pool)]))
-            missing -= len(found) == KEYS_PER_PARTITION
+            missing -= len(found) == keys_per_partition
         index += 1
     return frames
 
@@ -423,6 +429,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20_000)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--value-bytes", type=int, default=128)
+    parser.add_argument("--keys-per-partition", type=int, default=KEYS_PER_PARTITION)
     parser.add_argument("--without", type=int, default=0, metavar="PORT",
                         help="tell the latencies without this master's, too")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)

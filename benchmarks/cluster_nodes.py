@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.cluster_load import KEYS_PER_PARTITION
 from benchmarks.peers import Etcd, descendants
 from clients.address import parse_address
 from clients.kv.client import KvClient
@@ -35,6 +36,7 @@ ANSWER_SECONDS: Final = 120.0
 """Longest time until the load tells what it was asked for."""
 CLUSTER: Final = "dcpd"
 """Its name in tables, where `dcpd` is the one that others are compared with."""
+ONE_NODE: Final = "one node"
 STORE: Final = "store"
 """The metadata store as a party of the network that can be cut."""
 
@@ -238,11 +240,12 @@ class Load:
         seconds: float = 36_000.0,
         host: str = BEHIND,
         without: int = 0,
+        keys_per_partition: int = KEYS_PER_PARTITION,
     ) -> None:
         command = [
             sys.executable, "-m", "benchmarks.cluster_load", "--ports", ",".join(map(str, ports)),
             "--host", host, "--rate", str(rate), "--seconds", str(seconds),
-            "--without", str(without),
+            "--without", str(without), "--keys-per-partition", str(keys_per_partition),
         ]  # fmt: skip
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._read_so_far = b""
@@ -304,10 +307,17 @@ class Load:
 
 
 @contextmanager
-def loaded(nodes: Nodes, rate: float, without: str = "") -> Iterator[Load]:
+def loaded(
+    nodes: Nodes,
+    rate: float,
+    without: str = "",
+    keys_per_partition: int = KEYS_PER_PARTITION,
+) -> Iterator[Load]:
     """Run a load while something happens. `without`: a node whose partitions are told apart."""
     port = nodes.nodes[without].port if without else 0
-    load = Load(nodes.ports, rate=rate, host=nodes.host, without=port)
+    load = Load(
+        nodes.ports, rate=rate, host=nodes.host, without=port, keys_per_partition=keys_per_partition
+    )
     try:
         load.until_begun()
         yield load

@@ -221,6 +221,11 @@ def connections_of(load: Load) -> Iterator[Connection]:
         return
     masters = masters_of_cluster(load)
     ports = sorted(set(masters))
+    if load.load and load.connections < len(ports):
+        raise AnswerError(
+            f"--load writes every key, each at its master: with {len(ports)} of them it takes as"
+            f" many connections, not {load.connections}"
+        )
     for place in range(load.connections):
         port = ports[place % len(ports)]
         share = len(range(place % len(ports), load.connections, len(ports))), place // len(ports)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.cluster_map import OP_GET_CLUSTER_CONFIG, masters_of
 from benchmarks.cluster_nodes import Load, Nodes, processor_ns
 from benchmarks.generator import Load as GeneratorLoad
 from benchmarks.generator import run
+from clients.cli.node.answers import AnswerError
 from support.waiting import until
 
 SET_ANSWER = workload.HEADER.pack(0x81, 0x01, 0, 0, 0, 0, 16, 0, 0) + bytes(16)
@@ -115,6 +117,8 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
         )
         result = run(everything)
         assert (result.operations, result.errors) == (999, 0), "each key went to its master"
+        with pytest.raises(AnswerError, match="with 2 of them it takes as many connections, not 1"):
+            run(replace(everything, connections=1))
         load, count = Load(nodes.ports, rate=500), nodes.masters()["b"]
         try:
             load.until_begun()
@@ -164,6 +168,28 @@ def test_command_restarts_all_nodes_and_kills_coordinator(tmp_path: Path) -> Non
     kills = [what for what in rows if what.startswith("kill-coordinator to the first write, 2 in")]
     assert len(kills) == 3
     assert min(rows[what][0] for what in kills) > 0
+
+
+def test_the_command_measures_what_copies_cost(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only", "lag,away,backup,memory",
+         "--folder", str(tmp_path), "--json", str(figures)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["samples"] for row in json.loads(figures.read_text())["rows"]}
+    for what in ("answer", "event at a consumer of masters", "visible at a copy"):
+        assert rows[f"500 SETs/s: {what}, p50"]["dcpd"][0] > 0
+        assert rows[f"500 SETs/s: {what}, of them"]["dcpd"][0] > 0
+    away = "a replica was away for 1,000 changes, 500/s go on"
+    assert rows[f"{away}, catching up"]["dcpd"][0] > 0
+    assert rows[f"{away}, level after"]["dcpd"] > rows[f"{away}, of that its start"]["dcpd"]
+    assert rows["backup of 3,000 documents"].keys() == {"dcpd", "one node"}
+    for name in "abc":
+        node = f"node {name} with 3,000 documents at 500 SETs/s"
+        assert rows[f"{node}, Anonymous"]["dcpd"][0] > 10
+        assert rows[f"{node}, processor time"]["dcpd"][0] > 0
 
 
 def test_the_command_says_what_it_knows() -> None:

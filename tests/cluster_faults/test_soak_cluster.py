@@ -193,6 +193,8 @@ def test_a_fault_does_what_the_cluster_can_do(
         each.heal()
     assert (done, calls_of(cluster)) == CALLS[name]
     assert bool(killed) == (name == "kill store")
+    is_kill = name in {"kill node", "kill store", "kill etcd", "wipe"}
+    assert {each.sigkills for each in begun} == {int(is_kill)}
 
 
 def calls_of(cluster: Any) -> set[str]:

@@ -1,5 +1,6 @@
-"""A consumer behind a network that cuts, delays and splits, while writes, branches and failovers
-continue. Every event is checked, and at the end both sides must have the same documents.
+"""A consumer, slow at times, behind a network that cuts, delays and splits, while writes, branches,
+failovers and compaction continue. Every event is checked, and at the end both sides must have the
+same documents.
 
     server (process) <- writer and troublemaker (process: `python -m tests.soak.proxy_writer`)
         ^
@@ -28,6 +29,9 @@ from clients.testing import DcpServer
 from tests.soak.proxy_writer import KEYS
 
 CHUNK_BYTES_MAX = 256 * 1024
+SLOW_SHARE = 0.02
+SLOW_S = 0.5
+"""How often the consumer takes how much time at most for a batch: the server waits for it."""
 STALL_S = 5.0
 QUIET_TIMEOUT_S = 120.0
 """Time for the consumer to catch up after the last write."""
@@ -149,8 +153,10 @@ def behind(network: BadNetwork, **options: object) -> Consumer:
     return consumer
 
 
-async def _follow(consumer: Consumer, gaps: Gaps | None) -> None:
+async def _follow(consumer: Consumer, gaps: Gaps | None, draw: random.Random) -> None:
     async for events in consumer.batches():
+        if draw.random() < SLOW_SHARE:
+            await asyncio.sleep(draw.random() * SLOW_S)
         if gaps is not None:
             for event in events:
                 gaps.observe(event)
@@ -181,7 +187,7 @@ async def run_round(folder: Path, seed: int, writes: int) -> RoundReport:
                 consumer = behind(network, history=is_history)
                 gaps = Gaps() if is_history else None
                 async with consumer, KvClient.connect(server.address) as kv:
-                    task = asyncio.create_task(_follow(consumer, gaps))
+                    task = asyncio.create_task(_follow(consumer, gaps, random.Random(seed)))
                     try:
                         if await writer.wait():
                             raise subprocess.CalledProcessError(writer.returncode or 1, "writer")

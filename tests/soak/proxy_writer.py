@@ -1,4 +1,5 @@
-"""python -m tests.soak.proxy_writer ADDRESS ADMIN_PORT SEED WRITES: writes, branches, failovers."""
+"""python -m tests.soak.proxy_writer ADDRESS ADMIN_PORT SEED WRITES: writes, branches, failovers,
+compaction."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from clients.testing import DcpServer, ServerRefusedError
 
 KEYS = [f"key-{n}" for n in range(10_000)]
 CHUNK = 1000
+COMPACTED = 16
+"""Partitions that are compacted at once."""
 TROUBLE_EVERY = 2
 """Chunks of writes between two interventions."""
 
@@ -33,15 +36,19 @@ async def write(address: str, admin_port: int, seed: int, writes: int) -> None:
                 if isinstance(result, DcpdError) and not isinstance(result, NotFoundError):
                     raise result
             if number // CHUNK % TROUBLE_EVERY == TROUBLE_EVERY - 1:
-                await trouble(server, kv, draw)
+                await trouble(server, kv, draw, is_history=bool(seed % 2))
 
 
-async def trouble(server: DcpServer, kv: KvClient, draw: random.Random) -> None:
-    """Branch a partition's history, fail over, or end streams."""
+async def trouble(
+    server: DcpServer, kv: KvClient, draw: random.Random, *, is_history: bool
+) -> None:
+    """Branch a partition's history, fail over, compact, or end streams. Compaction drops no version
+    that a consumer of every version needs.
+    """
     high = await kv.get_all_vb_seqnos()
     vb_id = draw.choice([vb for vb, seqno in high.items() if seqno] or [0])
     lost = min(high[vb_id], draw.choice([0, 1, 3, 20]))
-    what = draw.randrange(4)
+    what = draw.randrange(5)
     try:
         if what == 0:
             await asyncio.to_thread(server.branch, vb_id, high[vb_id] - lost)
@@ -50,10 +57,14 @@ async def trouble(server: DcpServer, kv: KvClient, draw: random.Random) -> None:
         elif what == 2:
             reason = draw.choice(["disconnected", "too_slow", "backfill_failed", "closed"])
             await asyncio.to_thread(server.close_streams, reason=reason, vb=vb_id)
+        elif what == 3:
+            kept = None if is_history else "0s"
+            chosen = draw.sample(sorted(high), COMPACTED)
+            await asyncio.to_thread(server.compact, chosen, history=kept)
         else:
             await asyncio.to_thread(server.drop_connections, vb=vb_id)
-    except ServerRefusedError:
-        # The consumer is reconnecting, so there is no stream to end.
+    except (ServerRefusedError, TimeoutError):
+        # The consumer is reconnecting, so there is no stream to end; or a compaction goes on.
         return
 
 

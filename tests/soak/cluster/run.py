@@ -37,7 +37,7 @@ from tests.soak.cluster.nodes import NAMES, FaultyCluster, NodeError
 from tests.soak.porcupine import counts_words
 
 FAULTS_IN_ROUND: Final = 12
-FAULTS_OF_FEW: Final = 48
+FAULTS_OF_FEW: Final = 24
 """In a round of few kinds of faults: most of its time is theirs, not the cluster's start."""
 TOGETHER: Final = 0.25
 """Share of faults during which another one begins."""
