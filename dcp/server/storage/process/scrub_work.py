@@ -34,6 +34,7 @@ from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME, KnownSums
 from vbucket.store.records import BY_SEQNO_TABLE
 
 PIECE_S: Final = 0.01
@@ -43,7 +44,7 @@ GIVEN_MAX: Final = 100
 """Small blocks of damaged leaves that wait for the others of their leaf."""
 ROUNDS_MAX: Final = 64
 """So often one place is read again after something there was mended."""
-PUT_BACK: Final = "it was written as it was, which its copy says"
+PUT_BACK: Final = "it was written as it was, which the store process or a copy knew"
 _STORE_FILE: Final = "store/data.mdb"
 
 
@@ -64,9 +65,14 @@ class ScrubReport(NamedTuple):
 class ScrubWork:
     """See the module."""
 
-    def __init__(self, data_path: Path, kept: KeptRows | None = None) -> None:
-        """`kept`: rows of tables as of the last commit."""
+    def __init__(
+        self, data_path: Path, kept: KeptRows | None = None, by_heart: KnownSums | None = None
+    ) -> None:
+        """`kept`: rows of tables as of the last commit. `by_heart`: who puts damaged checksums
+        back, and has to know those of pages that are mended.
+        """
         self._data_path = data_path
+        self._by_heart = by_heart
         self._kept = {} if kept is None else kept
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
@@ -104,7 +110,7 @@ class ScrubWork:
             if place == ScrubPlace():
                 check_file(folder)  # both meta pages, the list of tables, the free pages
             if self._file is None:
-                self._file = PageFile(folder)
+                self._file = PageFile(folder, self._by_heart)
             scrub = TableScrub(PageScan(self._file))
         except StoreDamagedError as error:
             damage = Damage(str(Kind.PAGES), _STORE_FILE, "the store's file", str(error))
@@ -122,7 +128,7 @@ class ScrubWork:
         """Look at all of a partition that somebody met damage in; return whether any was mended."""
         try:
             if self._file is None:
-                self._file = PageFile(store_path(self._data_path))
+                self._file = PageFile(store_path(self._data_path), self._by_heart)
             for round_number in range(ROUNDS_MAX):
                 found = TableScrub(PageScan(self._file)).partition(vb_id)
                 damages = self._mended(found)
@@ -145,7 +151,7 @@ class ScrubWork:
         """
         with suppress(StoreDamagedError, OSError):
             if self._file is None:
-                self._file = PageFile(store_path(self._data_path))
+                self._file = PageFile(store_path(self._data_path), self._by_heart)
             key, entries = request["key"], request["entries"]
             if len(self._given) >= GIVEN_MAX:
                 self._given.clear()
@@ -215,7 +221,13 @@ class ScrubWork:
 def put_back_damages(places: list[str]) -> list[Damage]:
     """Return the receipts of `KvEnv.mend`."""
     kind, what = str(Kind.PAGES), "it was not what was written last"
-    return [Damage(kind, _STORE_FILE, place, what, mended=PUT_BACK) for place in places]
+    return [
+        Damage(
+            kind, f"store/{SUMS_FILE_NAME}" if place == SUMS_FILE_NAME else _STORE_FILE, place,
+            what, mended=PUT_BACK,
+        )
+        for place in places
+    ]  # fmt: skip
 
 
 def _parts(mender: PageMender, damage: Damage) -> list[Damage]:
