@@ -81,7 +81,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a mirror's file keeps hashes": Feature(0, 140),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
-    "meta pages, checksums of pages, the log and small files are mended": Feature(2, 500),
+    "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
