@@ -82,7 +82,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a restore sends what differs by its hashes": Feature(1, 140),
     "damage is found and mended, also from copies and backups": Feature(12, 2500),
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
-    "meta pages, checksums of pages, the log and small files are mended": Feature(2, 500),
+    "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
 }

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.soak.damage import run
+from tests.soak.damage import run, tell
 
 
 def test_damages_of_one_process_under_load(tmp_path: Path) -> None:
-    assert run(tmp_path, damages=6, seed=5) == 0
+    state = tmp_path / "state.json"
+    assert run(tmp_path / "data", damages=6, seed=5, state=state) == 0
+    said = tell(state)
+    assert "6 damages" in said
+    assert "| flipped bits in data files of a minority |" in said

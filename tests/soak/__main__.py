@@ -121,8 +121,13 @@ def soak_mend(arguments: argparse.Namespace) -> int:
 
 def soak_damage(arguments: argparse.Namespace) -> int:
     """Damage the files of a node in a folder of its own; return the exit code."""
+    if arguments.table:
+        print(damage.tell(arguments.state))
+        return 0
     with TemporaryDirectory() as folder:
-        return damage.run(Path(folder), damages=arguments.damages, seed=arguments.seed)
+        return damage.run(
+            Path(folder), damages=arguments.damages, seed=arguments.seed, state=arguments.state
+        )
 
 
 def attack(arguments: argparse.Namespace) -> int:
@@ -192,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     damaging = commands.add_parser("damage", help="damages of all files of one of three nodes")
     damaging.add_argument("--damages", type=int, default=1_000)
     damaging.add_argument("--seed", type=int, default=1)
+    damaging.add_argument("--state", type=Path, default=Path(".soak-damage.json"))
+    damaging.add_argument("--table", action="store_true", help="print the results of all runs")
     damaging.set_defaults(run=soak_damage)
     _add_models(commands)
     add_attack(commands)

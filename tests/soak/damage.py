@@ -12,6 +12,7 @@ something is named; after each damage all keys can be read; at the end the copie
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -37,6 +38,33 @@ TABLES: Final = {"by_key": "keys", "by_seqno": "versions", "state": "state",
                  "failover": "failover", "meta": "meta"}  # fmt: skip
 RESTARTED: Final = "restarted, "
 """Places in files that are read at a start only."""
+STARTS: Final = 5
+"""Attempts of a sound node: a machine that has other work is slow."""
+
+
+class Jepsen(NamedTuple):
+    """A fault of https://jepsen.io/analyses/nats-2.12.1 (2025), and what it is here."""
+
+    fault: str
+    nats: str
+    faults: tuple[str, ...]
+    """Of this soak; empty: another one does it."""
+    places: str
+    """A part of their names."""
+    other: str
+
+
+JEPSEN: Final = (
+    Jepsen("flipped bits in data files of a minority", "lost up to half of the answered writes",
+           ("bit", "bits"), "", ""),
+    Jepsen("flipped bits in snapshots of a minority", "deleted the stream, no quorum any more",
+           ("bit", "bits"), "restarted", ""),
+    Jepsen("files of a minority cut short", "lost answered writes", ("cut",), "", ""),
+    Jepsen("power cut of all nodes", "lost some 30 s of answered writes (synced every 2 minutes)",
+           (), "", "none lost: synced before the answer; scripts/soak power, kill"),
+    Jepsen("crash of one system, others paused or cut off", "lost answered writes, split brain",
+           (), "", "none lost: in-sync set and epochs; scripts/soak cluster"),
+)  # fmt: skip
 
 
 class Hit(NamedTuple):
@@ -141,7 +169,11 @@ class Damager:
         names = ("cluster.json", "map.json", "seen.json", "closed.json", "scrub.json", "users.json",
                  "log/end.mark")  # fmt: skip
         paths = [self._folder / name for name in names if (self._folder / name).exists()]
-        path = self._draw.choice(paths)
+        path = self._draw.choice([*paths, max((self._folder / "log").glob("*.log"))])
+        if path.suffix == ".log":
+            before = path.read_bytes()
+            path.write_bytes(before[: self._draw.randrange(len(before.rstrip(b"\0")))])
+            return Hit("cut", f"{RESTARTED}log", path, 0, before, is_cut=True)
         size = path.stat().st_size
         place = f"{RESTARTED}{path.name}"
         if self._draw.random() < 0.3:
@@ -263,14 +295,24 @@ class Soak:
         except ServerStartError:
             said = log.read_text()[size:]
             result = "named"
-            if hit.path.name.split(".")[0] not in said and "end mark" not in said:
+            names = (hit.path.name.split(".")[0], "end mark", "the log", "log segment")
+            if not any(name in said for name in names):
                 self.mistakes.append(
                     f"{hit.fault} of {hit.place}: refused, not named: {said[-500:]}"
                 )
             hit.path.write_bytes(hit.before)
-            await asyncio.to_thread(self._node.start)
+            await self._start()
         await asyncio.to_thread(self._cluster.wait_until_in_sync)
         return result
+
+    async def _start(self) -> None:
+        for attempt in range(STARTS):
+            try:
+                return await asyncio.to_thread(self._node.start)
+            except ServerStartError:
+                if attempt == STARTS - 1:
+                    raise
+        return None
 
     async def _ask(self, method: str) -> dict[str, Any]:
         """Ask the scrubber; a process that has ended is started again."""
@@ -308,7 +350,50 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-async def _soak(cluster: DcpCluster, *, damages: int, seed: int) -> Soak:
+def _keep(soak: Soak, state: Path) -> None:
+    """Add the results of a run to those of earlier ones."""
+    runs = json.loads(state.read_text()) if state.exists() else []
+    counts = [[*key, count] for key, count in soak.results.items()]
+    load = soak._load
+    runs.append(
+        {"counts": counts, "slowest_s": soak.slowest_s, "mistakes": soak.mistakes,
+         "reads": load.reads, "refused": load.refused, "wrong": load.wrong}
+    )  # fmt: skip
+    state.write_text(json.dumps(runs, indent=1))
+
+
+def tell(state: Path) -> str:
+    """Return the table of places of all runs, and that of Jepsen's faults."""
+    runs = json.loads(state.read_text()) if state.exists() else []
+    counts = Counter[tuple[str, str, str]]()
+    for run_ in runs:
+        for fault, place, result, count in run_["counts"]:
+            counts[fault, place, result] += count
+    shown = RESULTS[:3]
+    lines = [f"| place | damages | {' | '.join(shown)} |", "|---|---|" + "---|" * len(shown)]
+    for place in sorted({place for _, place, _ in counts}):
+        of = [
+            sum(n for (_, p, r), n in counts.items() if (p, r) == (place, each)) for each in shown
+        ]
+        lines.append(f"| {place} | {sum(of)} | {' | '.join(map(str, of))} |")
+    damages = sum(n for (_, _, result), n in counts.items() if result in shown)
+    others = {each: sum(n for (*_, r), n in counts.items() if r == each) for each in RESULTS[3:]}
+    reads = sum(run_["reads"] for run_ in runs)
+    slowest_s = max((run_["slowest_s"] for run_ in runs), default=0.0)
+    said = f"{damages} damages, {reads:,} reads; {others}; slowest repair {slowest_s:.1f} s"
+    lines.append(f"\n{said}\n")
+    lines += ["| fault | NATS 2.12.1 (Jepsen, 2025) | dcpd |", "|---|---|---|"]
+    for each in JEPSEN:
+        of = Counter[str]()
+        for (fault, place, result), count in counts.items():
+            if fault in each.faults and (each.places in place):
+                of[result] += count
+        told = ", ".join(f"{of[result]} {result}" for result in (*shown, "wrong"))
+        lines.append(f"| {each.fault} | {each.nats} | {each.other or told} |")
+    return "\n".join(lines)
+
+
+async def _soak(cluster: DcpCluster, *, damages: int, seed: int, state: Path) -> Soak:
     async with KvClient.connect(cluster.address, timeout_s=5.0) as kv:
         load = Load(kv, seed)
         for _ in range(2):  # so that older pages differ
@@ -320,8 +405,11 @@ async def _soak(cluster: DcpCluster, *, damages: int, seed: int) -> Soak:
         await asyncio.gather(*(load.write(key) for key in range(KEYS)))
         await asyncio.gather(*(asyncio.to_thread(node.compact) for node in cluster.nodes.values()))
         running = asyncio.ensure_future(load.run())
-        for _ in range(damages):
-            await soak.one()
+        try:
+            for _ in range(damages):
+                await soak.one()
+        finally:
+            _keep(soak, state)
         running.cancel()
         await asyncio.wait([running])
         for key in range(KEYS):
@@ -329,11 +417,11 @@ async def _soak(cluster: DcpCluster, *, damages: int, seed: int) -> Soak:
     return soak
 
 
-def run(folder: Path, *, damages: int, seed: int) -> int:
+def run(folder: Path, *, damages: int, seed: int, state: Path) -> int:
     """Run it and print the table; return the exit code."""
     arguments = ("--partitions", f"{PARTITIONS}", "--item-cache-bytes", "0")
     with DcpCluster(*arguments, data=folder) as cluster:
-        soak = asyncio.run(_soak(cluster, damages=damages, seed=seed))
+        soak = asyncio.run(_soak(cluster, damages=damages, seed=seed, state=state))
     print(soak.table())
     for mistake in soak.mistakes:
         print(f"WRONG: {mistake}")

@@ -170,3 +170,54 @@ def test_what_replaces_an_outdated_leaf_is_refused_too(
     env.close()
     with pytest.raises(StoreDamagedError, match="is not the one that was written last"):
         checked_rows(folder)
+
+
+def filled(folder: Path) -> LmdbEnv:
+    env = opened(folder)
+    for number in range(3):
+        change(env, [("by_key", b"%05d" % n * 12, 20) for n in range(600)], number)
+    return env
+
+
+@pytest.mark.parametrize("at", [0, 8, 400, None])
+def test_the_process_that_writes_puts_checksums_back(tmp_path: Path, at: int | None) -> None:
+    """A header, some checksums, or the end of the file; also those of pages that it has mended."""
+    folder = tmp_path / "store"
+    env = filled(folder)
+    env.keep_rows(())
+    path = folder / SUMS_FILE_NAME
+    file = PageFile(folder, env.by_heart)
+    file.sums.put(15_000, 77)
+    sound = path.read_bytes()
+    for act in (env.mend, lambda: change(env, [("by_key", b"a", 20)], 9) or env.mend()):
+        path.write_bytes(
+            sound[:300] if at is None else sound[:at] + b"\xff" * 64 + sound[at + 64 :]
+        )
+        assert act() == [SUMS_FILE_NAME]
+        if act == env.mend:
+            assert path.read_bytes() == sound
+    assert file.sums.known(15_000) == 77
+    file.close()
+    env.close()
+
+
+@pytest.mark.parametrize("damage", [b"dcpdsum2", b"dcpdsum1" + bytes(7) + b"\x01", b""])
+def test_a_start_puts_the_header_of_the_checksums_back(tmp_path: Path, damage: bytes) -> None:
+    """If all checksums are those of the newest state; else it is an older one, or an older file."""
+    folder = tmp_path / "store"
+    filled(folder).close()
+    path, data = folder / SUMS_FILE_NAME, folder / "data.mdb"
+    sound, now = path.read_bytes(), data.read_bytes()
+    path.write_bytes(damage.ljust(16, b"\xff") + sound[16:])
+    damaged = path.read_bytes()
+    with pytest.raises(StoreDamagedError):
+        LmdbPageReader(folder, TABLES)
+    env = opened(folder)
+    assert env.mend() == [SUMS_FILE_NAME]
+    env.close()
+    assert path.read_bytes() == sound
+    leaf = max(layout_of(folder)["by_key"].leaves)
+    path.write_bytes(damaged)
+    data.write_bytes(now[: leaf * PAGE_BYTES + 900] + b"x" + now[leaf * PAGE_BYTES + 901 :])
+    with pytest.raises(StoreDamagedError):
+        opened(folder)

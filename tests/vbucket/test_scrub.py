@@ -333,7 +333,7 @@ def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -
     (leaf,) = layout_of(copy)[table].leaves
     overwrite(copy, leaf, "zeros")
     (damage,) = [each for each in damages_in(copy) if each.table == table]
-    file = PageFile(copy)
+    file = PageFile(copy, env.by_heart)
     with PageMender(file) as mender:
         assert mend(mender, table, damage.key, {}) == ""
         fewer = {table: {key: row for key, row in before.items() if key != min(before)}}
@@ -362,7 +362,7 @@ def test_a_row_of_several_pages_is_not_written_from_memory(copy: Path) -> None:
     (leaf,) = layout_of(copy)[META_TABLE].leaves
     overwrite(copy, leaf, "zeros")
     (damage,) = [each for each in damages_in(copy) if each.table == META_TABLE]
-    file = PageFile(copy)
+    file = PageFile(copy, env.by_heart)
     with PageMender(file) as mender:
         assert mend(mender, META_TABLE, damage.key, kept) == ""
     file.close()

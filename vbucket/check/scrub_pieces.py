@@ -24,6 +24,7 @@ from vbucket.check.scrub import AREAS, LOG_AREA, Damage, Piece, ScrubPlace, Tabl
 from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import BY_SEQNO_TABLE
 
 PIECE_BYTES: Final = 1 << 20
@@ -31,7 +32,7 @@ GIVEN_MAX: Final = 100
 """Small blocks of damaged leaves that wait for the others of their leaf."""
 ROUNDS_MAX: Final = 64
 """So often one place is read again after something there was mended."""
-PUT_BACK: Final = "it was written as it was, which its copy says"
+PUT_BACK: Final = "it was written as it was, which the store process or a copy knew"
 _STORE_FILE: Final = "store/data.mdb"
 
 
@@ -152,7 +153,13 @@ class ScrubPieces:
 def put_back_damages(places: list[str]) -> list[Damage]:
     """Return the receipts of `KvEnv.mend`."""
     kind, what = str(Kind.PAGES), "it was not what was written last"
-    return [Damage(kind, _STORE_FILE, place, what, mended=PUT_BACK) for place in places]
+    return [
+        Damage(
+            kind, f"store/{SUMS_FILE_NAME}" if place == SUMS_FILE_NAME else _STORE_FILE, place,
+            what, mended=PUT_BACK,
+        )
+        for place in places
+    ]  # fmt: skip
 
 
 def _parts(mender: PageMender, damage: Damage) -> list[Damage]:

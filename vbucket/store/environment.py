@@ -163,9 +163,9 @@ class KvEnv(Protocol):
         """
 
     def mend(self) -> list[str]:
-        """Put back what is damaged of the database's own pages, as far as this process knows what
-        they held; return what was mended since the last call. Only the process that writes calls
-        it, without a transaction. Raises StoreFailedError.
+        """Put back what is damaged of the database's own pages and files, as far as this process
+        knows what they held; return what was mended since the last call. Only the process that
+        writes calls it, without a transaction. Raises StoreFailedError.
         """
 
     def used_bytes(self, tables: Collection[str] | None = None) -> int:

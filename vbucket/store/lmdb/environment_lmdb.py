@@ -32,7 +32,8 @@ from vbucket.store.environment import (
 from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.lmdb_pages import Meta, PageReader
 from vbucket.store.lmdb.meta_pages import MetaPages
-from vbucket.store.lmdb.sums_writer import SumsWriter
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME, KnownSums
+from vbucket.store.lmdb.sums_writer import SumsWriter, put_header_back
 
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
@@ -47,6 +48,7 @@ _SHORT_WRITE: Final = "Input/output error"
 """LMDB's error after a short write, which mostly means a full disk."""
 _FULL_BYTES: Final = 1 << 20
 """A disk with less free space counts as full: LMDB writes more than that at once."""
+_META_PAGE: Final = "meta page {}"
 _DAMAGE: Final = (
     lmdb.BadTxnError, lmdb.CorruptedError, lmdb.CursorFullError, lmdb.PageNotFoundError,
 )  # fmt: skip
@@ -350,10 +352,10 @@ class LmdbEnv:
     ) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._mended: list[int] = []
-        """Meta pages that were put back, since `mend`."""
+        self._mended: list[str] = []
+        """What was put back, since `mend`."""
         try:
-            self._mend_metas()
+            self._mend_at_start()
             _check_names(folder, check_file(folder) or set(), tables)
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
@@ -444,6 +446,7 @@ class LmdbEnv:
         beginning is kept: ROW_IN_LEAF_MAX + 1 bytes. No other process may write from now on.
         """
         self._writes_alone = True
+        self._sums.learn()
         for table in tables:
             with suppress(StoreDamagedError):
                 reader = self._file.reader(self._file.newest())
@@ -465,7 +468,7 @@ class LmdbEnv:
 
         Raises OSError, StoreFailedError.
         """
-        self._look_at_metas()
+        self._look()
         state = self._file.newest()
         known = self._file.sums.transaction
         if known != state.transaction:
@@ -475,28 +478,42 @@ class LmdbEnv:
     def mend(self) -> list[str]:
         """See KvEnv."""
         try:
-            self._look_at_metas()
+            self._look()
         except OSError as error:
             raise StoreFailedError(
-                f"{self._file.path}: its meta pages cannot be put back: {error}"
+                f"{self._folder}: what is damaged there cannot be put back: {error}"
             ) from error
         mended, self._mended = self._mended, []
-        return [f"meta page {slot}" for slot in mended]
+        return mended
 
-    def _look_at_metas(self) -> None:
-        """Put damaged meta pages back. Raises OSError."""
+    @property
+    def by_heart(self) -> KnownSums:
+        """The checksums of pages, since `keep_rows`: who writes one there takes note of it here."""
+        return self._sums.by_heart
+
+    def _look(self) -> None:
+        """Put damaged meta pages and checksums back. Raises OSError."""
         alone = self._writes_alone
-        self._mended += self._metas.put_back() if alone else self._metas.learn()
+        slots = self._metas.put_back() if alone else self._metas.learn()
+        self._mended += map(_META_PAGE.format, slots)
+        if alone and self._sums.put_back():
+            self._mended.append(SUMS_FILE_NAME)
 
-    def _mend_metas(self) -> None:
-        """Put damaged meta pages back before LMDB reads them. Raises OSError."""
+    def _mend_at_start(self) -> None:
+        """Put damaged meta pages back before LMDB reads them, and the header of the checksums.
+        Raises OSError.
+        """
         path = self._folder / DATA_FILE_NAME
-        if path.exists():
-            metas = MetaPages(path)
-            try:
-                self._mended += metas.learn()
-            finally:
-                metas.close()
+        if not path.exists():
+            return
+        metas = MetaPages(path)
+        try:
+            self._mended += map(_META_PAGE.format, metas.learn())
+            state = metas.newest
+            if state is not None and put_header_back(self._folder, state):
+                self._mended.append(SUMS_FILE_NAME)
+        finally:
+            metas.close()
 
     def _follow(self, before: Meta | None, after: Meta) -> None:
         self._metas.learn()

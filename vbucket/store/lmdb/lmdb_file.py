@@ -22,7 +22,7 @@ from vbucket.store.lmdb.lmdb_pages import (
     read_meta,
 )
 from vbucket.store.lmdb.meta_pages import sound_metas
-from vbucket.store.lmdb.page_sums import PageSums
+from vbucket.store.lmdb.page_sums import KnownSums, PageSums
 from vbucket.store.lmdb.sums_writer import follow_a_crash
 
 DATA_FILE_NAME: Final = "data.mdb"
@@ -33,13 +33,13 @@ LOOKS: Final = 3
 class PageFile:
     """A data file open for reading. The file only grows; `reader` maps the new part if needed."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError, StoreFailedError."""
+    def __init__(self, folder: Path, by_heart: KnownSums | None = None) -> None:
+        """Raises OSError, StoreFailedError, StoreDamagedError."""
         self.path = folder / DATA_FILE_NAME
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self._view = memoryview(b"")
         self._kept: dict[int, Page] = {}
-        self.sums = PageSums(folder)
+        self.sums = PageSums(folder, by_heart)
         self._map_all()
 
     @property

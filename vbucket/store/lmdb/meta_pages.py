@@ -24,7 +24,7 @@ from typing import Final
 
 import google_crc32c
 
-from vbucket.store.lmdb.lmdb_pages import META_BYTES, read_meta
+from vbucket.store.lmdb.lmdb_pages import META_BYTES, Meta, read_meta
 
 COPY_AT: Final = 2048
 """In another sector than what LMDB writes."""
@@ -153,6 +153,12 @@ class MetaPages:
         if is_changed:
             os.fdatasync(self._fd)
         return mended
+
+    @property
+    def newest(self) -> Meta | None:
+        """The newest state; None: nobody can tell."""
+        metas = [read_meta(each, slot) for slot, each in enumerate(self._known or ())]
+        return max((meta for meta in metas if meta is not None), default=None)
 
     @property
     def _page_bytes(self) -> int:

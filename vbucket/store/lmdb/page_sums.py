@@ -45,12 +45,26 @@ ENTRIES_AT: Final = SUMS_HEADER.size // 4
 _transaction_in: Final = Struct("=Q").unpack_from
 
 
+class KnownSums:
+    """What the only process that writes knows of the file by heart, for as long as it is small."""
+
+    def __init__(self) -> None:
+        self.content: bytearray | None = None
+
+    def put(self, number: int, crc: int) -> None:
+        """Take note of the checksum of a page."""
+        at = 4 * (ENTRIES_AT + number)
+        if self.content is not None and at < len(self.content):
+            self.content[at : at + 4] = crc.to_bytes(4, sys.byteorder)
+
+
 class PageSums:
     """The checksums, open for reading."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, by_heart: KnownSums | None = None) -> None:
         """If there is no file, nothing is compared. Raises OSError, StoreDamagedError."""
         self.path = folder / SUMS_FILE_NAME
+        self._by_heart = by_heart
         self._map: memoryview | None = None
         self._entries: memoryview | None = None
         self._followed = 0
@@ -113,6 +127,8 @@ class PageSums:
 
     def put(self, number: int, crc: int) -> None:
         """Replace the checksum of a page that is mended. Raises OSError."""
+        if self._by_heart is not None:
+            self._by_heart.put(number, crc)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(descriptor, crc.to_bytes(4, sys.byteorder), 4 * (ENTRIES_AT + number))

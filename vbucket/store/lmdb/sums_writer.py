@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Final, NamedTuple
@@ -30,14 +31,18 @@ from vbucket.store.lmdb.lmdb_pages import (
 )
 from vbucket.store.lmdb.page_sums import (
     ENTRIES_AT,
+    LAG_MAX,
     SUMS_FILE_NAME,
     SUMS_HEADER,
     SUMS_MAGIC,
+    KnownSums,
     PageSums,
 )
 
 _GROWTH_BYTES: Final = 1 << 16
 """The file grows by so much at a time: the checksums of 64 MiB of pages."""
+BY_HEART_BYTES_MAX: Final = 16 << 20
+"""The checksums of 16 GiB of pages."""
 _WRONG: Final = 0xFFFFFFFF
 """Changes a checksum into one that its page does not have."""
 _U64: Final = Struct("=Q").unpack_from
@@ -84,6 +89,8 @@ class SumsWriter:
         self._path = folder / SUMS_FILE_NAME
         self._fd = -1
         self._map: mmap.mmap | None = None
+        self.by_heart = KnownSums()
+        self._has_by_heart = False
 
     def follow(self, view: memoryview, before: Meta | None, after: Meta) -> list[str]:
         """Write the checksums of the pages that `after` has and `before` has not; None: of all.
@@ -114,7 +121,32 @@ class SumsWriter:
         assert self._map is not None
         self._map.flush()
         self._map[8:16] = after.transaction.to_bytes(8, sys.byteorder)
+        if self._has_by_heart:
+            self.learn()
         return sorted({each.table for each in damaged})
+
+    def learn(self) -> None:
+        """Know the file by heart from now on. No other process may write it."""
+        self._has_by_heart = True
+        with suppress(FileNotFoundError):
+            is_small = self._path.stat().st_size <= BY_HEART_BYTES_MAX
+            self.by_heart.content = bytearray(self._path.read_bytes()) if is_small else None
+
+    def put_back(self) -> bool:
+        """Make the file what is known of it; return whether it was not. Raises OSError."""
+        content = self.by_heart.content
+        try:
+            if content is None or self._path.read_bytes()[: len(content)] == content:
+                return False
+        except FileNotFoundError:  # the next start makes it anew
+            return False
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, content, 0)  # in place: others have mapped it
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        return True
 
     def close(self) -> None:
         """Close the file."""
@@ -312,6 +344,36 @@ def _that_may_be_from(damaged: _Damaged, part: Changed, numbers: list[int]) -> I
         # The keys of the list of free pages do not ascend as bytes.
         if part.table == FREE_TABLE or not (is_below or is_above):
             yield number
+
+
+def put_header_back(folder: Path, state: Meta) -> bool:
+    """Write the header of the file again if it is damaged, and the checksums prove that they are
+    those of this state, the newest one; return whether it was so. Raises OSError.
+    """
+    path = folder / SUMS_FILE_NAME
+    header = SUMS_HEADER.pack(SUMS_MAGIC, state.transaction)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    magic, transaction = SUMS_HEADER.unpack_from(raw.ljust(SUMS_HEADER.size, b"\0"))
+    lag = state.transaction - transaction
+    if len(raw) <= SUMS_HEADER.size or (magic == SUMS_MAGIC and 0 <= lag <= LAG_MAX):
+        return False
+    with path.with_name("data.mdb").open("rb") as file:
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    compare, known = _Comparison(view, state.page_bytes), memoryview(raw[: len(raw) & ~3]).cast("I")
+    for part in compare.states(None, state)[0]:
+        numbers = list(part.pages)
+        if ENTRIES_AT + max(numbers, default=0) >= len(known):
+            return False
+        if [known[ENTRIES_AT + number] for number in numbers] != compare.sums(part, numbers):
+            return False
+    with path.open("r+b") as sums:
+        sums.write(header)
+        sums.flush()
+        os.fdatasync(sums.fileno())
+    return True
 
 
 def follow_a_crash(sums: PageSums, view: memoryview, before: Meta, after: Meta) -> None:

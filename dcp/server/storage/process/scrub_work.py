@@ -29,6 +29,7 @@ from vbucket.store.environment import KeptRows
 from vbucket.store.lmdb.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
+from vbucket.store.lmdb.page_sums import KnownSums
 
 PIECE_S: Final = 0.01
 """How long a piece takes at most, but for one leaf or one segment's bytes."""
@@ -37,10 +38,15 @@ PIECE_S: Final = 0.01
 class ScrubWork(ScrubPieces):
     """See the module."""
 
-    def __init__(self, data_path: Path, kept: KeptRows | None = None) -> None:
-        """`kept`: rows of tables as of the last commit."""
+    def __init__(
+        self, data_path: Path, kept: KeptRows | None = None, by_heart: KnownSums | None = None
+    ) -> None:
+        """`kept`: rows of tables as of the last commit. `by_heart`: who puts damaged checksums
+        back, and has to know those of pages that are mended.
+        """
         super().__init__(kept)
         self._data_path = data_path
+        self._by_heart = by_heart
         self._file: PageFile | None = None
         self._segment: LogScrub | None = None
         self._log_end: LogEnd | None = None
@@ -61,7 +67,7 @@ class ScrubWork(ScrubPieces):
 
     def _pages(self) -> PageFile:
         if self._file is None:
-            self._file = PageFile(store_path(self._data_path))
+            self._file = PageFile(store_path(self._data_path), self._by_heart)
         return self._file
 
     def reader(self) -> PageScan:

@@ -66,6 +66,7 @@ from vbucket.store.environment import (
 )
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
+from vbucket.store.lmdb.page_sums import KnownSums
 from vbucket.store.records import (
     BY_SEQNO_TABLE,
     FAILOVER_TABLE,
@@ -390,6 +391,7 @@ class StoreWork:
         *,
         slice_pages: int = SLICE_PAGES,
         kept: KeptRows | None = None,
+        by_heart: KnownSums | None = None,
     ) -> None:
         self._env = env
         self._log_folder = log_folder
@@ -399,7 +401,7 @@ class StoreWork:
         self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
-        self._scrub = ScrubWork(log_folder.parent, kept)
+        self._scrub = ScrubWork(log_folder.parent, kept, by_heart)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request and return the reply; an error of `_ERRORS` becomes a reply.
@@ -537,6 +539,7 @@ def main(arguments: list[str]) -> None:
     work = StoreWork(
         env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages,
         kept=env.keep_rows((STATE_TABLE, FAILOVER_TABLE, META_TABLE)),
+        by_heart=env.by_heart,
     )  # fmt: skip
     _serve(work.handle, packets, rests)
     env.close()
