@@ -505,10 +505,10 @@ class Master:
         """Return who acknowledges late. A member that is filled is not judged meanwhile."""
         delays = {}
         for member, feed in self.feeds.items():
-            if feed.delays.has_news and feed.is_filling:
-                feed.delays.take(self._now_ns)
+            if feed.inflights.delays.has_news and feed.is_filling:
+                feed.inflights.delays.take(self._now_ns)
             else:
-                delays[member] = feed.delays
+                delays[member] = feed.inflights.delays
         starved = is_starved(self._ran, self._now_ns)
         lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
         if any(not lateness.slow.isdisjoint(each.members) for each in self._groups.in_sync_sets()):
@@ -534,7 +534,7 @@ class Master:
         """
         if not self._note_caught_up():
             self.serving.all_changed()
-        self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
+        self.pace.look(self._now_ns, (feed.inflights.delays for feed in self.feeds.values()))
         lateness, may_fill = self._look_for_late(), self.pace.take_join(self._now_ns)
         active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
         steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
