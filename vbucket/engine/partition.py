@@ -44,6 +44,9 @@ from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended, PartitionRecord
 
 ABSENT: Final = b""
+_NO_HOLDS: Final[dict[object, str]] = {}
+"""All partitions share it while nothing holds their writes: each change looks at it, and a table of
+each partition's own would not be in the processor's cache."""
 
 
 class VbState(IntEnum):
@@ -178,7 +181,7 @@ class Partition:
         self.incomplete_snapshot: SnapshotWindow | None = None
         self.pins: SortedList[int] = SortedList()
         """Seqnos of open read views: the history floor must not rise above any of them."""
-        self.holds: dict[object, str] = {}
+        self.holds = _NO_HOLDS
         """Who holds writes (a `Hold`, or a takeover) -> the reason for clients. Writes are refused
         while there is any."""
         self.max_cas = 0
@@ -228,11 +231,13 @@ class Partition:
 
     def hold_writes(self, holder: object, why: str) -> None:
         """Refuse writes until this holder and all others release them."""
-        self.holds[holder] = why
+        self.holds = {**self.holds, holder: why}
 
     def release_writes(self, holder: object) -> None:
         """Remove a hold; without one, nothing happens."""
-        self.holds.pop(holder, None)
+        if holder in self.holds:
+            left = {each: why for each, why in self.holds.items() if each != holder}
+            self.holds = left or _NO_HOLDS
 
     def lower_cas(self, mended: Mended) -> None:
         """Lower the highest CAS of the partition."""
