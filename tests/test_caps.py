@@ -89,7 +89,7 @@ FEATURES: Final[dict[str, Feature]] = {
 """Feature, as users call it -> the files and lines that it may add to the product."""
 
 CAPS: Final = {
-    "attributes of a class": Cap(36, 25),
+    "attributes of a class": Cap(34, 25),
     "arguments of a constructor": Cap(10, 10),
     "callbacks passed to constructors": Cap(40, 40),
     "Protocol classes": Cap(25, 25),

@@ -33,9 +33,9 @@ CEILINGS: Final = {
     "SET with one live stream": Ceiling(25, 65, 24, 55),
     "stream request, backlog from LMDB": Ceiling(27, 80, 20, 45),
     "SET to a consumer's event, both ends": Ceiling(41, 103, 34, 80),
-    "master: a group begins, to two replicas": Ceiling(13, 27, 10, 18),
+    "master: a group begins, to two replicas": Ceiling(12, 26, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
-    "replica: synced, acknowledgement out": Ceiling(18, 29, 10, 18),
+    "replica: synced, acknowledgement out": Ceiling(16, 25, 10, 18),
     "master: acknowledgement in, committed": Ceiling(13, 22, 11, 17),
 }
 TRIES: Final = 10

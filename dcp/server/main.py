@@ -290,7 +290,7 @@ async def _serve(
     alive = asyncio.create_task(notices.keep_alive())
     try:
         code = await _run_to_the_end(node, settings)
-        while code is ExitCode.STOPPED and node.wants_restart and not signals.is_stopping:
+        while code is ExitCode.STOPPED and node.ending.wants_restart and not signals.is_stopping:
             settings = _with_ports_of(node, settings)
             node = await _started(settings, users, log, signals, notices, accepts_log_loss=False)
             log.info("started again as a member of a cluster")

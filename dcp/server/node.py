@@ -129,6 +129,10 @@ class Ending:
         self.failure: Exception | None = None
         self.is_over = asyncio.Event()
         self.stopping: asyncio.Task[None] | None = None
+        self.leave_s = 0.0
+        """How long a stop may take to hand partitions over, before its own steps."""
+        self.wants_restart = False
+        """Whether the node stops to start again in this process, as a member of a cluster."""
         self._deadline_s = 0.0
         """Monotonic."""
 
@@ -172,10 +176,6 @@ class Node:
         self._open_meta = open_meta
         self.replicated: ReplicatedNode | None = None
         """The replication of a node of a cluster; None: the node is alone."""
-        self.leave_s = 0.0
-        """How long a stop may take to hand partitions over, before its own steps."""
-        self.wants_restart = False
-        """Whether the node stops to start again in this process, as a member of a cluster."""
         self.live = LiveSettings(settings)
         self.about = About(self.live)
         self.ports = Ports()
@@ -190,7 +190,7 @@ class Node:
         self._store_queue = StoreQueue(StoreSupervisor(self._start_store_process), log)
         self._writing: list[asyncio.Task[None]] = []
         """Background tasks that make changes of their own: a stop ends them first."""
-        self._ending = Ending()
+        self.ending = Ending()
         self._storage: Storage
         self._config: ClusterConfig
         self._identity: ClusterFile | None = None
@@ -329,7 +329,7 @@ class Node:
         gate = self._enrolment_gate
         assert gate is not None, "it was entered"
         if gate.enrolment.restarts:
-            self.wants_restart = True
+            self.ending.wants_restart = True
             self._tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
@@ -448,7 +448,7 @@ class Node:
         from dcp.server.cluster.joining.link_try import LinkTries
         from dcp.server.cluster.replicated_node import LEAVE_MAX_S, ServerParts
 
-        self.leave_s = LEAVE_MAX_S
+        self.ending.leave_s = LEAVE_MAX_S
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
@@ -588,15 +588,15 @@ class Node:
 
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise the failure that ended the server."""
-        await self._ending.is_over.wait()
-        if self._ending.failure is not None:
-            raise self._ending.failure
+        await self.ending.is_over.wait()
+        if self.ending.failure is not None:
+            raise self.ending.failure
 
     def _fail(self, error: Exception) -> None:
         """End the server because of a failure. No answer is sent from now on."""
-        if self._ending.failure is not None:
+        if self.ending.failure is not None:
             return
-        self._ending.failure = error
+        self.ending.failure = error
         self.write.committer.halt()
         self.health.is_ready = False
         if isinstance(error, LogWriteError | SyncFailedError | MembershipOverError):
@@ -604,7 +604,7 @@ class Node:
         else:
             self._log.failure("server failed", error)
         self.connections.abort(f"the server failed: {error}")
-        self._ending.is_over.set()
+        self.ending.is_over.set()
 
     # -- stop --------------------------------------------------------------------------------------
 
@@ -613,24 +613,24 @@ class Node:
 
         Raises the error that the log or the store ended with. Further calls wait for the same stop.
         """
-        if self._ending.stopping is None:
-            self._ending.stopping = asyncio.get_running_loop().create_task(self._stop())
-        await asyncio.shield(self._ending.stopping)
+        if self.ending.stopping is None:
+            self.ending.stopping = asyncio.get_running_loop().create_task(self._stop())
+        await asyncio.shield(self.ending.stopping)
 
     async def _stop(self) -> None:
         try:
             await self._stop_in_order()
         finally:
-            self._ending.is_over.set()
+            self.ending.is_over.set()
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
         self.engine.keyspace.holds_groups = False
         if self._enrolment_gate is not None:
             self._enrolment_gate.stopped()
-        if self.replicated is not None and self._ending.failure is None:
+        if self.replicated is not None and self.ending.failure is None:
             await self.replicated.leave()
-        self._ending.begin()
+        self.ending.begin()
         if self.replicated is not None:
             self.replicated.stop()
         for part in (self._upkeep, self._sampler, self.write.backpressure):
@@ -641,9 +641,9 @@ class Node:
             async with asyncio.timeout(LISTENERS_STOP_S):
                 await self._listeners.stop()
         self.connections.finish("the server stops")
-        if self._ending.failure is None:
+        if self.ending.failure is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ending.left_s(DRAIN_S)):
+                async with asyncio.timeout(self.ending.left_s(DRAIN_S)):
                     await self._drain()
         self.connections.abort("the server stops")
         try:
@@ -663,8 +663,8 @@ class Node:
         await self._tasks.stop()
         if self._meta is not None:
             await self._meta.close()
-        await self.write.merging.stop(self._ending.left_s(1.0))
-        is_clean = self._ending.failure is None
+        await self.write.merging.stop(self.ending.left_s(1.0))
+        is_clean = self.ending.failure is None
         if not await self._store_queue.stop():
             is_clean = False
             self._log.error("the store process does not end: its disk does not answer")

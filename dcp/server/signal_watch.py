@@ -77,7 +77,7 @@ class SignalWatch:
         if self._notices is not None:
             self._notices.stopping()
         loop.call_soon_threadsafe(self._stop)
-        limit_s = STOP_LIMIT_S + node.leave_s
+        limit_s = STOP_LIMIT_S + node.ending.leave_s
         second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, limit_s)
         if second is None:
             say(

@@ -138,7 +138,7 @@ class GroupCommand:
         part = engine.partitions[request.vb_id]
         if part.state != VbState.ACTIVE:
             raise WrongVbucketError
-        if part.is_backed_up or engine.write_refusal:
+        if part.holds or engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, "the partition takes no writes now; try again")
         stored = DEFAULT_COLLECTION_PREFIX + key
         record = self._record(part, stored)

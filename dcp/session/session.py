@@ -505,7 +505,7 @@ class Session:
             frames = self._frames_of(request) if request.framing else NO_FRAMES
             if opcode not in _BEFORE_LOGIN:
                 self._check_rights(request)
-            state.durability = frames.durability
+            state.current.durability = frames.durability
             if frames.durability is not None:
                 self._check_guard(vb_id, frames.durability)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
@@ -528,7 +528,7 @@ class Session:
             state.answer_error(opcode, opaque, vb_id, error)
         if state.marks is not None:
             state.mark(opcode, opaque, first_answer, first_entry)
-        state.durability = None
+        state.current.durability = None
 
     def _check_guard(self, vb_id: int, durability: Durability) -> None:
         """Raise RefusedError if a change with a durability frame must not be applied. Changes

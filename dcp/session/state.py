@@ -146,6 +146,20 @@ class ClientLogin:
         return question
 
 
+class CurrentRequest:
+    """The request under way: what its answer depends on. Plain attributes, read on the hot path."""
+
+    __slots__ = ("durability", "observed", "undo")
+
+    def __init__(self) -> None:
+        self.observed: list[Wait] = []
+        """What it has shown, if there are marks."""
+        self.durability: Durability | None = None
+        """Its durability frame."""
+        self.undo: Callable[[], None] | None = None
+        """Takes back what it has begun, if its answer is replaced."""
+
+
 class SessionParts(NamedTuple):
     """What all sessions of a node share."""
 
@@ -184,7 +198,7 @@ class SessionState:
         "bucket",
         "buffer",
         "close_reason",
-        "durability",
+        "current",
         "engine",
         "feed",
         "first_change",
@@ -201,13 +215,11 @@ class SessionState:
         "marks",
         "notes",
         "notes_left_out",
-        "observed",
         "replication",
         "schedule",
         "sender",
         "shared",
         "taken_bytes",
-        "undo",
         "unread_bytes",
         "wait_group",
         "waits_for_room",
@@ -280,12 +292,7 @@ class SessionState:
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None
         """What each single answer waits for; None on a node alone (`dcp.session.answers.marks`)."""
-        self.observed: list[Wait] = []
-        """What the request under way has shown, if there are marks."""
-        self.durability: Durability | None = None
-        """The durability frame of the request under way."""
-        self.undo: Callable[[], None] | None = None
-        """Takes back what the request under way has begun, if its answer is replaced."""
+        self.current = CurrentRequest()
         self.acknowledges_as_master = acknowledges_as_master
         """Whether reads wait for this node's log only (setting acknowledge)."""
 
@@ -553,7 +560,7 @@ class SessionState:
         if group > self.engine.commits.synced_group:
             self.wait_group = max(self.wait_group, group)
             if self.marks is not None:
-                self.observed.append(Wait(vb_id, group, is_for_commit=False))
+                self.current.observed.append(Wait(vb_id, group, is_for_commit=False))
 
     def _await(self, vb_id: int, group: int) -> None:
         if group > self.engine.commits.committed_group and not self.engine.commits.is_committed(
@@ -562,7 +569,7 @@ class SessionState:
             self.wait_group = max(self.wait_group, group)
             self.awaited[vb_id] = max(group, self.awaited.get(vb_id, 0))
             if self.marks is not None:
-                self.observed.append(Wait(vb_id, group, is_for_commit=True))
+                self.current.observed.append(Wait(vb_id, group, is_for_commit=True))
 
     # -- marks ---------------------------------------------------------------------------------
 
@@ -581,10 +588,11 @@ class SessionState:
         `is_read` None: the opcode and the status of the answer tell whether it changed anything.
         """
         assert self.marks is not None, "a node alone has no marks"
-        observed, undo, self.undo = tuple(self.observed), self.undo, None
+        current = self.current
+        observed, undo, current.undo = tuple(current.observed), current.undo, None
         entries = len(self.engine.keyspace.pending) - first_entry
         if observed:
-            self.observed.clear()
+            current.observed.clear()
         if not (entries or observed) or self.has_steps:
             return None
         answers = self.answers[first_answer:]
@@ -592,20 +600,20 @@ class SessionState:
             is_read = not is_change(opcode, entries, answers[0] if answers else b"")
         mark = Mark(
             opcode, opaque, first_answer, len(answers), first_entry, entries, is_read=is_read,
-            observed=observed, durability=self.durability, undo=undo,
+            observed=observed, durability=current.durability, undo=undo,
         )  # fmt: skip
         self.marks.append(mark)
         return mark
 
     def mark_read(self, opcode: int, opaque: int) -> None:
         """Leave a mark for a read whose answer comes next, if it waits."""
-        if self.observed:
+        if self.current.observed:
             assert self.marks is not None, "only marks need what was observed"
             self.marks.append(
                 Mark(opcode, opaque, len(self.answers), 1, 0, 0, is_read=True,
-                     observed=tuple(self.observed))
+                     observed=tuple(self.current.observed))
             )  # fmt: skip
-            self.observed.clear()
+            self.current.observed.clear()
 
     def mark_run(self, first_answer: int) -> None:
         """Leave a mark for a run of changes, each with one answer and one entry."""

@@ -344,7 +344,7 @@ class DcpCommands:
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
         )
         if state.marks is not None:
-            state.undo = partial(producer.withdraw_stream, part.vb_id, told.stream_id)
+            state.current.undo = partial(producer.withdraw_stream, part.vb_id, told.stream_id)
 
     def close_stream(self, request: Frame) -> None:
         """End a stream. STREAM_END follows if the client asked for it by control."""

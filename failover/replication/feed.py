@@ -28,7 +28,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -68,10 +67,10 @@ from failover.replication.progress import (
     QUESTIONS_MAX,
     RECORD_BYTES,
     SILENCE_NS_MAX,
-    AckDelays,
     Announcements,
     Inflight,
     InflightGroup,
+    Inflights,
     Match,
     Progress,
     ProgressState,
@@ -162,16 +161,12 @@ class ReplicaFeed:
         self._unannounced: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._inflight: deque[Inflight] = deque()
-        """Messages with entries or high watermarks that are not acknowledged."""
-        self.delays = AckDelays(self._inflight)
+        self.inflights = Inflights()
         self._acknowledged_number = 0
-        self._inflight_bytes = 0
         self._replicating: set[int] = set()
         self._all_replicating: frozenset[int] | None = None
         self._changes = StreamChanges()
         """Of streams that are opened, closed or ended."""
-        self._taken_revision = 0
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._match: dict[int, int] = {}
@@ -192,11 +187,6 @@ class ReplicaFeed:
     def asked_ns(self) -> int:
         """When the question was asked that the replica confirmed last; 0: none was."""
         return self._questions.confirmed_ns
-
-    @property
-    def inflight_bytes(self) -> int:
-        """What was sent with changes and is not acknowledged."""
-        return self._inflight_bytes
 
     # -- streams -----------------------------------------------------------------------------------
 
@@ -280,8 +270,7 @@ class ReplicaFeed:
 
     def take_changed(self) -> set[int]:
         """Return the partitions whose stream was opened, closed or ended since the last call."""
-        before, self._taken_revision = self._taken_revision, self._changes.revision
-        return self._changes.since(before)
+        return self._changes.take()
 
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
@@ -310,7 +299,7 @@ class ReplicaFeed:
         copies that are filled: it is in sync in none of these.
         """
         number, self._number_at_call = self._number_at_call, self._number
-        oldest = self.delays.oldest_new()
+        oldest = self.inflights.delays.oldest_new()
         return not self._pending and (oldest is None or oldest.number > number)
 
     def group_match(self, vb_id: int) -> tuple[int, int] | None:
@@ -362,14 +351,13 @@ class ReplicaFeed:
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
         cost = size + RECORD_BYTES * (1 + len(seqnos))
-        if self._inflight_bytes + cost > self.window_bytes or size > GROUP_BYTES_MAX:
+        if self.inflights.cost + cost > self.window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared, is_synced=is_synced)
         self._announcements.sent(group.number, self._number)
         sent = InflightGroup(group, seqnos, self._changes.revision)
-        self._inflight.append(Inflight(self._number, cost, self._now_ns, group=sent))
-        self._inflight_bytes += cost
+        self.inflights.add(Inflight(self._number, cost, self._now_ns, group=sent))
         return True
 
     def not_replicated(self, group: Group) -> set[int]:
@@ -415,7 +403,7 @@ class ReplicaFeed:
         """
         sections: list[EntriesSection] = []
         matches: list[tuple[Progress, Match]] = []
-        room = self.window_bytes - self._inflight_bytes
+        room = self.window_bytes - self.inflights.cost
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
             progress = self._progress.get(vb_id)
@@ -471,10 +459,9 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._inflight.append(
+            self.inflights.add(
                 Inflight(self._number, cost, self._now_ns, (*matches,), None, filling)
             )
-            self._inflight_bytes += cost
         self._schedule()
 
     # -- the connection ----------------------------------------------------------------------------
@@ -499,7 +486,7 @@ class ReplicaFeed:
 
     @property
     def _has_room(self) -> bool:
-        return self._inflight_bytes < self.window_bytes
+        return self.inflights.cost < self.window_bytes
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
@@ -613,10 +600,7 @@ class ReplicaFeed:
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Match] = {}
         groups: list[Group] = []
-        while self._inflight and self._inflight[0].number <= number:
-            sent = self._inflight.popleft()
-            self._inflight_bytes -= sent.cost
-            self.delays.acknowledged(sent, self._now_ns)
+        for sent in self.inflights.acknowledged(number, self._now_ns):
             self._fill.acknowledged(sent.filling)
             if sent.group is not None:
                 newest |= self._take_group(sent.number, sent.group)
@@ -659,10 +643,10 @@ class ReplicaFeed:
         self._is_closed = True
         for vb_id in self._progress:
             self._changes.note(vb_id)
-        for sent in self._inflight:
+        for sent in self.inflights.sent:
             if sent.group is not None:
                 del sent.group.group.sent_to[self.member]
-        self._inflight.clear()
+        self.inflights.sent.clear()
         self._waiting.clear()
         self._progress.clear()
         self._replicating.clear()

@@ -132,6 +132,8 @@ class StreamChanges:
         """Rises with every change."""
         self._at: dict[int, int] = {}
         """Partition -> the revision of its last change, in this order."""
+        self._taken = 0
+        """The revision when `take` was called last."""
 
     def note(self, vb_id: int) -> int:
         """Note a change of a partition; return its revision."""
@@ -139,6 +141,11 @@ class StreamChanges:
         self._at.pop(vb_id, None)
         self._at[vb_id] = self.revision
         return self.revision
+
+    def take(self) -> set[int]:
+        """Return the partitions that have changed since the last call."""
+        before, self._taken = self._taken, self.revision
+        return self.since(before)
 
     def since(self, revision: int) -> set[int]:
         """Return the partitions that have changed after a revision."""

@@ -358,7 +358,7 @@ class ReplicaLink:
         self._acknowledge()
 
     def synced(self, group: int) -> None:
-        """A commit group of this node is on disk."""
+        """A commit group of this node is on disk: acknowledge it."""
         unsynced = self._unsynced
         while unsynced and unsynced[0][0] <= group:
             self._synced_number = unsynced.popleft()[1]

@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -112,7 +112,7 @@ class Master:
         """Partitions whose mastership may not be ready yet."""
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self._groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
+        self.groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
         self._kept = parts.kept
         self._parting: set[int] = set()
         """Partitions where somebody still counts who has left the in-sync set."""
@@ -128,7 +128,7 @@ class Master:
         self._successors = Successors(view, member)
         self.pace = FillPace(parts.settings.fill_bytes_per_s)
         self.serving = Serving(
-            engine, parts.hub, view, member, self.masterships, self.feeds, self._groups,
+            engine, parts.hub, view, member, self.masterships, self.feeds, self.groups,
             parts.effects,
         )  # fmt: skip
         self.arriving = self.serving.arrivals.vb_ids
@@ -244,7 +244,7 @@ class Master:
         self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
         self.serving.ended(vb_id)
         self.handovers.hurry()
-        self._groups.mastership_changed(vb_id)
+        self.groups.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -290,23 +290,19 @@ class Master:
             self.serves_by = seen
 
     def _mastership_changed(self, vb_id: int) -> None:
-        self._groups.mastership_changed(vb_id)
+        self.groups.mastership_changed(vb_id)
         self.serving.changed(vb_id)
 
-    def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
-        """A group is about to be written; return whether replicas get it already."""
-        return self._groups.begun(now_ns, group)
-
-    def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
+    def group_synced(self, now_ns: int, group: CommitGroup) -> Collection[int]:
         """A group is on disk: replicas get its changes.
 
         Commit what of it waits for nobody else. Return the partitions of this master
         where something else may be committed now.
         """
         self._note_ready()
-        sent = self._groups.synced(now_ns, group)
-        found: Iterable[int] = ()
-        if sent is None or sent.revision != self._groups.revision:
+        sent = self.groups.synced(now_ns, group)
+        found: Collection[int] = ()
+        if sent is None or sent.revision != self.groups.revision:
             found = group.high_seqnos.keys() & self.masterships.keys()
         if sent is not None:
             self.groups_acknowledged(self._member, (sent,))
@@ -478,7 +474,7 @@ class Master:
 
     def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
-        found = self._groups.acknowledged(member, groups)
+        found = self.groups.acknowledged(member, groups)
         if self.watermarks.held is not None:
             self.watermarks.held.update(found.committed)
         elif found.committed:
@@ -505,13 +501,13 @@ class Master:
         """Return who acknowledges late. A member that is filled is not judged meanwhile."""
         delays = {}
         for member, feed in self.feeds.items():
-            if feed.delays.has_news and feed.is_filling:
-                feed.delays.take(self._now_ns)
+            if feed.inflights.delays.has_news and feed.is_filling:
+                feed.inflights.delays.take(self._now_ns)
             else:
-                delays[member] = feed.delays
+                delays[member] = feed.inflights.delays
         starved = is_starved(self._ran, self._now_ns)
         lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
-        if any(not lateness.slow.isdisjoint(each.members) for each in self._groups.in_sync_sets()):
+        if any(not lateness.slow.isdisjoint(each.members) for each in self.groups.in_sync_sets()):
             self.serving.all_changed()
         return lateness
 
@@ -524,7 +520,7 @@ class Master:
         since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
         caught_up = {member for member, at_ns in self._caught_up_ns.items() if at_ns >= since_ns}
         caught_up.add(self._member)
-        return all(in_sync.members <= caught_up for in_sync in self._groups.in_sync_sets())
+        return all(in_sync.members <= caught_up for in_sync in self.groups.in_sync_sets())
 
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
@@ -534,7 +530,7 @@ class Master:
         """
         if not self._note_caught_up():
             self.serving.all_changed()
-        self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
+        self.pace.look(self._now_ns, (feed.inflights.delays for feed in self.feeds.values()))
         lateness, may_fill = self._look_for_late(), self.pace.take_join(self._now_ns)
         active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
         steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)

@@ -319,15 +319,18 @@ class ReplicationCore:
         replicas get it already.
         """
         self._now_ns = now_ns
-        return self.master.group_begun(now_ns, group)
+        return self.master.groups.begun(now_ns, group)
 
     def group_synced(self, now_ns: int, group: CommitGroup) -> None:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self.watermarks.advance(self.master.group_synced(now_ns, group))
-        self.watermarks.advance(self._followed_and_announced(group))
-        self.replica.synced(self._commits.synced_group)
+        if mastered := self.master.group_synced(now_ns, group):
+            self.watermarks.advance(mastered)
+        if followed := self._followed_and_announced(group):
+            self.watermarks.advance(followed)
+        for link in self.replica.links.values():
+            link.synced(self._commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
         """Return the followed partitions of a group where it commits something: the master has

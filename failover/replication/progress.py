@@ -7,7 +7,7 @@ Who calls it: `failover.replication.feed`, which has the rules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -304,6 +304,30 @@ class AckDelays:
         """
         worst_ns, self._worst_ns = self._worst_ns, None
         return worst_ns, now_ns - self._sent[0].sent_ns if self._sent else 0
+
+
+class Inflights:
+    """The messages with changes or high watermarks that one replica has not acknowledged."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Inflight] = deque()
+        """The oldest first."""
+        self.cost = 0
+        """Of all of them, in bytes."""
+        self.delays = AckDelays(self.sent)
+
+    def add(self, message: Inflight) -> None:
+        """A message goes out."""
+        self.sent.append(message)
+        self.cost += message.cost
+
+    def acknowledged(self, number: int, now_ns: int) -> Iterator[Inflight]:
+        """Yield the messages up to a number: they are acknowledged."""
+        while self.sent and self.sent[0].number <= number:
+            message = self.sent.popleft()
+            self.cost -= message.cost
+            self.delays.acknowledged(message, now_ns)
+            yield message
 
 
 class Questions:

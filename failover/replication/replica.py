@@ -494,11 +494,6 @@ class Replica:
         has_gaps, self._has_gaps = self._has_gaps, False
         return has_gaps
 
-    def synced(self, group: int) -> None:
-        """A commit group of this node is on disk: acknowledge it."""
-        for link in self.links.values():
-            link.synced(group)
-
     def is_followed(self, vb_id: int) -> bool:
         """Whether the present master of a partition feeds this node."""
         return any(link.is_open(vb_id) for link in self.links.values())

@@ -118,7 +118,7 @@ class Shell(ABC):
         so nothing is on its way then.
         """
         return all(self.part(name).synced_seqno >= seqno for name in self.replicas) and not any(
-            feed.inflight_bytes for feed in self.core().master.feeds.values()
+            feed.inflights.cost for feed in self.core().master.feeds.values()
         )
 
     async def round_trip(self, caller: Caller) -> None:

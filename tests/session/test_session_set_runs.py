@@ -58,7 +58,7 @@ FORMS: dict[str, tuple[Feature, ...] | None] = {
 }
 """What a client negotiates. Without HELLO its keys are hashed to their partitions."""
 NUMBERS = (
-    "state", "is_backed_up", "high_seqno", "committed_seqno", "synced_seqno", "merged_seqno",
+    "state", "high_seqno", "committed_seqno", "synced_seqno", "merged_seqno",
     "max_cas", "item_count", "last_group", "recent_bytes", "older_bytes", "vb_uuid",
 )  # fmt: skip
 KINDS = (

@@ -290,7 +290,7 @@ def test_a_node_alone_leaves_no_marks() -> None:
     connection.peer.state.marks = None
     connection.ask(set_(VB, 1), get(VB, 2), durable(3), set_(VB, 4, opcode=Opcode.SETQ))
     assert connection.peer.state.marks is None
-    assert connection.peer.state.observed == []
+    assert connection.peer.state.current.observed == []
     assert connection.held.next_expiry_ns is None
     node.commit()
     assert connection.left() == [(1, OK), (2, OK), (3, OK)]

@@ -422,7 +422,7 @@ class ClusterNode(SingleNode, NodeTurns):
         self.watch.windows([
             member
             for member, feed in self.core.master.feeds.items()
-            if feed._inflight_bytes >= feed.window_bytes
+            if feed.inflights.cost >= feed.window_bytes
         ])  # fmt: skip
         if self._was_noted and not has_changed:
             return

@@ -10,7 +10,7 @@ from vbucket.engine.documents.read_modify_write import touch
 from vbucket.engine.engine import SET, Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.lifecycle import put_state
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Hold, VbState
 from vbucket.store.due import DueDocuments, due_item, read_due
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import (
@@ -159,9 +159,9 @@ def test_a_partition_that_takes_no_writes_waits(node: MemoryNode, pager: Pager) 
     put_state(node.engine, VB, VbState.REPLICA)
     assert expired_by(pager, node, 2) == []
     put_state(node.engine, VB, VbState.ACTIVE)
-    part.is_backed_up = True
+    part.hold_writes(Hold.STORE_BEHIND, "held")
     assert expired_by(pager, node, 2) == []
-    part.is_backed_up = False
+    part.release_writes(Hold.STORE_BEHIND)
     assert sorted(expired_by(pager, node, 2)) == [b"\0memory", b"\0stored"]
 
 

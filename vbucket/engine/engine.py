@@ -190,7 +190,7 @@ class Engine:
         other than 0 must be the document's own.
         """
         part = self.partitions[vb_id]
-        if part.state != 1 or part.is_backed_up:
+        if part.state != 1 or part.holds:
             return unwritable(part)
         known: StoredMeta | None = None
         if mode or cas or self.locks.held:
@@ -263,7 +263,7 @@ class Engine:
     def delete(self, vb_id: int, key: bytes, cas: int) -> Outcome:
         """Delete a document, leaving a tombstone with a seqno of its own."""
         part = self.partitions[vb_id]
-        if part.state != 1 or part.is_backed_up:
+        if part.state != 1 or part.holds:
             return unwritable(part)
         known = self.meta_to_change(part, key)
         if known.opcode != MUTATION:
@@ -306,7 +306,7 @@ class Engine:
         counts as 0 in the conflict. A revision that is too high becomes the highest one.
         """
         part = self.partitions[vb_id]
-        if part.state != 1 or part.is_backed_up:
+        if part.state != 1 or part.holds:
             return unwritable(part)
         if keeps_cas and new_cas > self.cas_max:
             if not fits_meta:
@@ -367,7 +367,7 @@ class Engine:
         changed.
         """
         part = self.partitions[frames.vb_id]
-        if part.state != 1 or part.is_backed_up:
+        if part.state != 1 or part.holds:
             return unwritable(part)[0], 0, 0, 0
         has_far = max(frames.cas) > self.cas_max
         if has_far and not fits_meta:
@@ -457,7 +457,7 @@ class Engine:
         part = self.partitions[vb_id]
         if part.state != 1:
             return unwritable(part)[0]
-        if self.expire_if_due(part, key) and part.is_backed_up:
+        if self.expire_if_due(part, key) and part.holds:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
 
@@ -565,7 +565,7 @@ class Engine:
         meta = self._due_meta(part, key)
         if meta is None:
             return False
-        if not part.is_backed_up:
+        if not part.holds:
             self._expire(part, key, meta)
             self.expired_on_access += 1
         return True

@@ -105,7 +105,7 @@ class Mending:
             raise MendingRefusedError(
                 f"partition {self.vb_id} is {state}; only active ones are mended"
             )
-        if part.is_backed_up:
+        if part.holds:
             why = next(iter(part.holds.values()))
             raise MendingRefusedError(
                 f"partition {self.vb_id} takes no changes now: {why}; try again"

@@ -44,6 +44,9 @@ from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended, PartitionRecord
 
 ABSENT: Final = b""
+_NO_HOLDS: Final[dict[object, str]] = {}
+"""All partitions share it while nothing holds their writes: each change looks at it, and a table of
+each partition's own would not be in the processor's cache."""
 
 
 class VbState(IntEnum):
@@ -80,11 +83,14 @@ class Hold(Enum):
 class Layer:
     """A memtable layer of one partition."""
 
-    __slots__ = ("entries", "newest")
+    __slots__ = ("cut_seqno", "entries", "newest")
 
     def __init__(self) -> None:
         self.newest: dict[bytes, bytes] = {}
         self.entries: list[bytes] = []
+        self.cut_seqno: int | None = None
+        """Of the active layer: the lowest rollback seqno since the last freeze. The running merge
+        does not know it."""
 
     def position_of(self, seqno: int) -> int:
         """Return the index of the first entry at or above `seqno`."""
@@ -127,7 +133,6 @@ class Partition:
         "append_entry",
         "branch_group",
         "committed_seqno",
-        "cut_seqno",
         "failover",
         "frozen",
         "guard",
@@ -136,7 +141,6 @@ class Partition:
         "history_floor",
         "holds",
         "incomplete_snapshot",
-        "is_backed_up",
         "is_unheard",
         "item_count",
         "last_group",
@@ -177,10 +181,9 @@ class Partition:
         self.incomplete_snapshot: SnapshotWindow | None = None
         self.pins: SortedList[int] = SortedList()
         """Seqnos of open read views: the history floor must not rise above any of them."""
-        self.is_backed_up = False
-        """Whether writes are refused for now; `holds` says why."""
-        self.holds: dict[object, str] = {}
-        """Who holds writes (a `Hold`, or a takeover) -> the reason for clients."""
+        self.holds = _NO_HOLDS
+        """Who holds writes (a `Hold`, or a takeover) -> the reason for clients. Writes are refused
+        while there is any."""
         self.max_cas = 0
         self.mended: Mended | None = None
         self.item_count = 0
@@ -203,8 +206,6 @@ class Partition:
         self.may_send_back = True
         """Whether a consumer may be told to roll back. A master that does not know yet what is
         committed, and a replica, may be behind the consumer."""
-        self.cut_seqno: int | None = None
-        """Lowest rollback seqno since the last freeze; the running merge does not know it."""
         self.active = Layer()
         self.newest = self.active.newest
         """`active.newest`, to save the hot path a lookup."""
@@ -230,14 +231,13 @@ class Partition:
 
     def hold_writes(self, holder: object, why: str) -> None:
         """Refuse writes until this holder and all others release them."""
-        self.holds[holder] = why
-        self.is_backed_up = True
+        self.holds = {**self.holds, holder: why}
 
     def release_writes(self, holder: object) -> None:
         """Remove a hold; without one, nothing happens."""
-        if self.holds:  # usually not: nodes of clusters ask for each partition, again and again
-            self.holds.pop(holder, None)
-            self.is_backed_up = bool(self.holds)
+        if holder in self.holds:
+            left = {each: why for each, why in self.holds.items() if each != holder}
+            self.holds = left or _NO_HOLDS
 
     def lower_cas(self, mended: Mended) -> None:
         """Lower the highest CAS of the partition."""
@@ -278,12 +278,12 @@ class Partition:
             self.active = Layer()
             self.newest = self.active.newest
             self.append_entry = self.active.entries.append
-        self.cut_seqno = None
+        self.active.cut_seqno = None
 
     def become_merged(self, merged_seqno: int) -> None:
         """Take note that the store holds everything up to `merged_seqno` as of the freeze."""
-        if self.cut_seqno is not None:
-            merged_seqno = min(merged_seqno, self.cut_seqno)
+        if self.active.cut_seqno is not None:
+            merged_seqno = min(merged_seqno, self.active.cut_seqno)
         # The store may have more: a load came after what this merge brought in.
         self.merged_seqno = max(merged_seqno, self.merged_seqno)
 
@@ -298,6 +298,7 @@ class Partition:
             return
         frozen.newest.update(active.newest)
         frozen.entries += active.entries
+        frozen.cut_seqno = active.cut_seqno
         self.frozen = None
         self.active = frozen
         self.newest = frozen.newest
@@ -323,7 +324,8 @@ class Partition:
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.synced_seqno = min(self.synced_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
-        self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
+        cut_seqno = self.active.cut_seqno
+        self.active.cut_seqno = seqno if cut_seqno is None else min(cut_seqno, seqno)
 
     def empty(self) -> None:
         """Undo everything. Data in the store does not count; the next merge removes it. Seqnos
@@ -340,7 +342,7 @@ class Partition:
         self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0
         self.tally = CollectionCounts()
-        self.cut_seqno = 0
+        self.active.cut_seqno = 0
 
 
 def restored(vb_id: int, record: PartitionRecord) -> Partition:

@@ -203,6 +203,8 @@ class ReplicatedChanges:
         """Correct the counts of documents. Damage must not end the node, because the changes are
         right: those of a partition that cannot be read are corrected once it is mended.
         """
+        if not self._presumed.presumed:
+            return
         try:
             self._presumed.settle()
         except StoreDamagedError as error:

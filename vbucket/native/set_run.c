@@ -25,7 +25,7 @@
 #define VB_ACTIVE 1
 
 static const char *const names[ATTRIBUTES] = {
-    "state", "is_backed_up", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
+    "state", "holds", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
     "recent_bytes", "older_bytes", "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group",
     "item_count",
 };
@@ -204,11 +204,11 @@ static int plan(SetRun *self, Planned *planned)
     uint64_t state;
     if (!attribute_get_number(&self->of[STATE], part, &state))
         return 0;
-    PyObject *is_backed_up = attribute_get(&self->of[IS_BACKED_UP], part);
-    Py_XDECREF(is_backed_up); /* True and False stay */
-    if (is_backed_up == NULL)
+    PyObject *holds = attribute_get(&self->of[HOLDS], part);
+    Py_XDECREF(holds); /* the partition keeps it */
+    if (holds == NULL)
         return 0;
-    if (state != VB_ACTIVE || is_backed_up != Py_False)
+    if (state != VB_ACTIVE || !PyDict_Check(holds) || PyDict_GET_SIZE(holds))
         return -1;
     planned->part = Py_NewRef(part);
     if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &planned->high_seqno))

@@ -158,13 +158,11 @@ class ReplicatedNode(NodeTurns):
         access: MetaAccess,
     ) -> None:
         """`member` is the id of the data folder. Nothing is served until `start`."""
-        self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
         self.enrolment = Enrolment(EnrolmentState.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
-        self._log = parts.log
         self.session = session = ClusterSession(
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
@@ -185,7 +183,6 @@ class ReplicatedNode(NodeTurns):
             ),
             self, cluster=identity.cluster, now_ns=elapsed_ns(), kept=self.seen.records,
         )  # fmt: skip
-        self.port: ReplicationPort = self.core.master
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
@@ -239,12 +236,22 @@ class ReplicatedNode(NodeTurns):
 
     # -- ReplicationHooks --------------------------------------------------------------------------
 
+    @property
+    def acknowledges_as_master(self) -> bool:
+        """See ReplicationHooks."""
+        return self._choices.acknowledges_as_master
+
+    @property
+    def port(self) -> ReplicationPort:
+        """See ReplicationHooks."""
+        return self.core.master
+
     def held(self) -> HeldAnswers:
         """See ReplicationHooks."""
         return HeldAnswers(
             self._parts.engine,
             commit_timeout_ns=self._choices.commit_timeout_ns,
-            acknowledges_as_master=self.acknowledges_as_master,
+            acknowledges_as_master=self._choices.acknowledges_as_master,
         )
 
     def before_commands(self, now_ns: int) -> None:
@@ -279,7 +286,7 @@ class ReplicatedNode(NodeTurns):
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         if behind:
             text = "collections are not on all nodes yet"
-            self._log.warning(text, manifest_uid=after.uid, nodes=", ".join(behind))
+            self._parts.log.warning(text, manifest_uid=after.uid, nodes=", ".join(behind))
         return after
 
     def hosts(self) -> frozenset[str]:
@@ -335,7 +342,7 @@ class ReplicatedNode(NodeTurns):
         """Take what the store says about its owner, and tell if it is another cluster's."""
         wrong = owner_trouble(result, KEYS_PREFIX, self.identity.cluster)
         if wrong and not self.wrong_store:
-            self._log.error("wrong metadata store", reason=wrong)
+            self._parts.log.error("wrong metadata store", reason=wrong)
         self.wrong_store = wrong
         return not wrong
 
@@ -524,7 +531,7 @@ class ReplicatedNode(NodeTurns):
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
             if was_set_back := self.map.life.look():
-                self._log.warning(was_set_back)
+                self._parts.log.warning(was_set_back)
             self.manifest.view_changed()
             self._adopt_users()
             self._clock.view_changed()
@@ -622,7 +629,7 @@ class ReplicatedNode(NodeTurns):
     def _show_map(self) -> None:
         if self.map.update():
             self._parts.connections.tell_map()
-        self._elections.tell(self._log)
+        self._elections.tell(self._parts.log)
 
     def _cut_off(self, cut: CutOff) -> None:
         self._parts.tasks.begin(self._keep(cut))
@@ -632,20 +639,20 @@ class ReplicatedNode(NodeTurns):
         try:
             path = await asyncio.to_thread(keep)
         except OSError as error:
-            self._log.error(
+            self._parts.log.error(
                 "changes that a new master does not have cannot be written to a file; the "
                 "partition waits", vb_id=cut.vb_id, reason=str(error),
             )  # fmt: skip
             self.core.replica.not_kept(cut)
             return
         self._parts.meter.receipts["cut_off"] += 1
-        self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
+        self._parts.log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
         self.core.replica.kept(cut)
         self.after_commands()
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._parts.meter.receipts["unclean_election"] += 1
-        self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.log.warning("loss receipt", **election_receipt(lost))
         self._parts.tasks.begin(self._keep_receipt(lost))
 
     async def _keep_receipt(self, lost: ElectionLoss) -> None:
@@ -653,13 +660,13 @@ class ReplicatedNode(NodeTurns):
         try:
             await asyncio.to_thread(keep)
         except OSError as error:
-            self._log.error(
+            self._parts.log.error(
                 "the receipt of an unclean election cannot be written to a file; this log has it",
                 vb_id=lost.vb_id, reason=str(error),
             )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
-        self._log.info(
+        self._parts.log.info(
             "branch decided", vb_id=ended.vb_id, version=str(ended.vb_uuid),
             undone=ended.undone.seqnos, reason=ended.why_not or "all copies in sync rolled back",
         )  # fmt: skip
@@ -693,7 +700,7 @@ class ReplicatedNode(NodeTurns):
         text, view = notice.text, self.session.view
         for member in view.members:
             text = text.replace(member, name_of(view, member))
-        self._log.info(text)
+        self._parts.log.info(text)
 
 
 def _is_handover(outcome: WriteOutcome) -> bool:

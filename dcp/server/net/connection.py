@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
@@ -19,6 +18,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.net.held_bytes import Outgoing
 from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.log_limiter import RefusalLog
@@ -116,11 +116,7 @@ class ClientConnection(asyncio.Protocol):
         self._held = (
             HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
         )
-        self._outgoing: deque[Message] = deque()
-        """Data that a TLS transport, which is paused, has not taken yet."""
-        self._outgoing_bytes = 0
-        self._handed_bytes = 0
-        """How much of the first item the transport has taken."""
+        self._outgoing = Outgoing()
         self._largest_bytes = 0
         """The most that the transport got at a time since it was last empty. It keeps all of that
         until the last byte is sent, but reports only what is left."""
@@ -186,7 +182,7 @@ class ClientConnection(asyncio.Protocol):
             # of commands before it. They must not wait for the next writer.
             self._committer.kick()
         self._held.clear()
-        self._outgoing.clear()
+        self._outgoing.pieces.clear()
         self.session.drop_received()  # now: a reference cycle keeps the session for a while
         self._parts.sessions.leave(self.session.state)
         self.logins.leave()
@@ -479,7 +475,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _note_unsent(self, *, has_moved: bool = False) -> None:
         """Count what the peer has not read yet."""
-        unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing_bytes
+        unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing.size
         if unsent_bytes:
             unsent_bytes += self._largest_bytes
         else:
@@ -565,7 +561,7 @@ class ClientConnection(asyncio.Protocol):
         if not state.is_closing:
             return
         is_busy = state.answers or state.has_steps or state.login.request is not None
-        if not (is_busy or self._held.batches or self._outgoing):
+        if not (is_busy or self._held.batches or self._outgoing.pieces):
             if state.close_reason in _ORDINARY_ENDS:
                 self._parts.sessions.closed_as_usual(self.peer, state.close_reason)
             elif not self._transport.is_closing():
@@ -586,9 +582,8 @@ class ClientConnection(asyncio.Protocol):
     def _write(self, data: Message) -> None:
         size = len(data)
         self._meter.sent_bytes += size
-        if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing):
-            self._outgoing.append(data)
-            self._outgoing_bytes += size
+        if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing.pieces):
+            self._outgoing.add(data)
             self._hand_over()
             return
         if size > self._largest_bytes:  # noqa: PLR1730 - max() costs more, once per batch
@@ -597,12 +592,5 @@ class ClientConnection(asyncio.Protocol):
 
     def _hand_over(self) -> None:
         """Give a TLS transport what waits for it, until it pauses."""
-        outgoing = self._outgoing
-        while outgoing and not self._is_write_paused:
-            data, begin = outgoing[0], self._handed_bytes
-            self._handed_bytes += TLS_PIECE_BYTES
-            if self._handed_bytes >= len(data):
-                outgoing.popleft()
-                self._outgoing_bytes -= len(data)
-                self._handed_bytes = 0
-            self._transport.write(data[begin : begin + TLS_PIECE_BYTES])
+        while self._outgoing.pieces and not self._is_write_paused:
+            self._transport.write(self._outgoing.take(TLS_PIECE_BYTES))

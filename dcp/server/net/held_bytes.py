@@ -18,8 +18,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Final, Protocol
+
+from dcp.stream.snapshots import Message
 
 PROGRESS_BYTES: Final = 16 << 10
 """A change of at least this many held bytes counts as a move."""
@@ -128,6 +130,32 @@ class HeldBytes:
             f"{self._what} {before} bytes together, and this connection has not moved for the "
             f"longest time (setting {self._setting})"
         )
+
+
+class Outgoing:
+    """Data that a TLS transport, which is paused, has not taken yet."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[Message] = deque()
+        self.size = 0
+        """Bytes of all pieces. What was taken of the first one still counts."""
+        self._taken = 0
+        """How much of the first piece the transport has taken."""
+
+    def add(self, data: Message) -> None:
+        """Add a piece at the end."""
+        self.pieces.append(data)
+        self.size += len(data)
+
+    def take(self, bytes_max: int) -> Message:
+        """Return what comes next, at most so many bytes of a piece."""
+        data, begin = self.pieces[0], self._taken
+        self._taken += bytes_max
+        if self._taken >= len(data):
+            self.pieces.popleft()
+            self.size -= len(data)
+            self._taken = 0
+        return data[begin : begin + bytes_max]
 
 
 def receive_buffers(bytes_max: int) -> HeldBytes:

@@ -31,8 +31,9 @@ class ReplicationHooks(Protocol):
     `dcp.server.cluster.replicated_node` implements it.
     """
 
-    acknowledges_as_master: bool
-    """Whether a write is answered when this node's disk has it (setting acknowledge)."""
+    @property
+    def acknowledges_as_master(self) -> bool:
+        """Whether a write is answered when this node's disk has it (setting acknowledge)."""
 
     @property
     def port(self) -> ReplicationPort:

@@ -130,7 +130,7 @@ def _by_peer(
 
 def _lag_bytes(of: MetricSources, member: str, lag: _Lag) -> float:
     feed = _cluster(of).core.master.feeds.get(member)
-    on_the_way = 0 if feed is None else feed.inflight_bytes
+    on_the_way = 0 if feed is None else feed.inflights.cost
     mean = of.meter.change_bytes / of.meter.changes if of.meter.changes else 0.0
     return max(on_the_way if lag.changes else 0, lag.changes * mean)
 

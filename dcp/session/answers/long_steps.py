@@ -38,7 +38,7 @@ def begin_steps(
     steps.close()
     request = LongRequest(
         make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=state.login.user,
-        durability=state.durability,
+        durability=state.current.durability,
     )  # fmt: skip
     state.shared.long_queue.enter(request, state.engine.now_ns)
     state.long = request
@@ -57,7 +57,7 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
         state.is_full = True
         return None
     first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
-    state.durability = request.durability
+    state.current.durability = request.durability
     is_done = True
     try:
         _check_still_may(state, request, check_guard)
@@ -70,7 +70,7 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
         state.is_full = True
     if state.marks is not None:
         state.mark(request.opcode, request.opaque, first_answer, first_entry)
-    state.durability = None
+    state.current.durability = None
     return request if is_done else None
 
 

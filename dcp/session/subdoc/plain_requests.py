@@ -178,7 +178,7 @@ class PlainRequests:
             part = partitions[vb_id]
             if (
                 opcode not in _STORES or flags or value_at + value_bytes != after
-                or part.state != 1 or part.is_backed_up
+                or part.state != 1 or part.holds
             ):  # fmt: skip
                 break
             key = buffer[key_at:spec_at]

@@ -326,7 +326,7 @@ class SubdocCommands:
             except SubdocError as error:
                 failure = error
             if is_long:
-                if part.state != 1 or part.is_backed_up or not change.is_current():
+                if part.state != 1 or part.holds or not change.is_current():
                     continue
                 if self._to_change(target, part) is None:  # somebody may have locked it
                     return
@@ -346,7 +346,7 @@ class SubdocCommands:
     def _to_change(self, target: _Target, part: Partition) -> StoredMeta | None:
         """Return what is known of the document; None: it may not be changed, which was answered."""
         opcode, opaque, key, cas = target.opcode, target.opaque, target.key, target.cas
-        if part.state != 1 or part.is_backed_up:
+        if part.state != 1 or part.holds:
             self._documents.refuse_outcome(opcode, opaque, unwritable(part)[0], part.vb_id)
             return None
         known = self._engine.meta_to_change(part, key)

@@ -100,8 +100,8 @@ class Play:
 
     def check(self) -> None:
         feed = self.master.feed
-        unacked = sum(sent.cost for sent in feed._inflight)
-        assert unacked == feed._inflight_bytes < 2 * WINDOW + 3 * RECORD_BYTES + 2000
+        unacked = sum(sent.cost for sent in feed.inflights.sent)
+        assert unacked == feed.inflights.cost < 2 * WINDOW + 3 * RECORD_BYTES + 2000
 
     def rest(self) -> None:
         self.master.commit()

@@ -338,7 +338,7 @@ def test_group_on_link_that_is_closed_does_not_count_as_whole() -> None:
     put(copies, 1)
     copies.a.commit()
     feed = copies.a.core.master.feeds["b"]
-    (group,) = [sent.group.group for sent in feed._inflight if sent.group is not None]
+    (group,) = [sent.group.group for sent in feed.inflights.sent if sent.group is not None]
     assert group.sent_to.keys() == {"b", "c"}
     feed.close()
     assert group.sent_to.keys() == {"c"}

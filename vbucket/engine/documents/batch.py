@@ -99,7 +99,7 @@ def apply_batch(engine: Engine, changes: Sequence[BatchChange]) -> list[Outcome]
 def _checked(engine: Engine, index: int, change: BatchChange) -> _Ready:
     """Check that a change can be made, and read what it needs."""
     part, key = engine.partitions[change.vb_id], change.key
-    if part.state != 1 or part.is_backed_up:
+    if part.state != 1 or part.holds:
         raise BatchRefusedError(index, unwritable(part)[0])
     known = engine.meta_to_change(part, key)
     is_live = known.opcode == MUTATION

@@ -119,7 +119,7 @@ class Pager:
 
     def _takes_writes(self, vb_id: int) -> bool:
         part = self._engine.partitions[vb_id]
-        return part.state == VbState.ACTIVE and not part.is_backed_up
+        return part.state == VbState.ACTIVE and not part.holds
 
     def _note(self, error: StoreDamagedError) -> None:
         if len(self.damages) < DAMAGES_MAX:

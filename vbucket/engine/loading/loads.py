@@ -125,7 +125,7 @@ class Loads:
         part = self._partitions[vb_id]
         return (
             part.state == VbState.ACTIVE
-            and not part.is_backed_up
+            and not part.holds
             and not part.has_copies
             and part.mended is None
             # What is not merged yet can be merged first, but not for each packet of a partition
