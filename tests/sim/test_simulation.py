@@ -48,7 +48,7 @@ def test_seeds_pass(first: int) -> None:
 
 def test_all_faults_of_a_single_node_happen() -> None:
     expected = {*plan.NODE_FAULTS, *plan.NETWORK_FAULTS, *plan.CONSUMER_FAULTS, *plan.WIDE_FAULTS}
-    expected |= {"collections", *plan.DISK_FAULTS}
+    expected |= {"collections", *plan.DISK_FAULTS, *plan.MEDIA_FAULTS}
     happened: set[str] = set()
     for seed in range(SEEDS):
         happened |= report_of(seed).faults.keys()
