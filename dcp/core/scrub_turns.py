@@ -1,7 +1,7 @@
 """What the scrubber reads next, what is damaged, and which copies are asked for it. Sans-IO.
 
     met(vb_id)                    somebody met damage: its partition is looked at next
-    begin_pass(...)               everything is read from the beginning
+    due_in_s(...), begin_pass()   everything is read from the beginning
     next_piece(now_s)             where to read, and which partitions to look at first
     read(report, ...)             what that found: each damage is named once, or was mended
     blocks_lacking()              what another copy's versions could mend
@@ -26,6 +26,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from dcp.core.store_schedule import scrub_due_in_s
 from dcp.session.nodes.version_reads import VersionsRead
 from failover.rules.repair import sources, why_not_taken
 from failover.rules.replication_record import ReplicationRecord
@@ -99,8 +100,11 @@ class ScrubTurns:
     monotonic clock, `wall_s` Unix time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wall_s: float) -> None:
         self.status = ScrubStatus()
+        self._started_s = wall_s
+        self._found: set[tuple[object, ...]] = set()
+        """What this pass has found, as far as this process has read it."""
         self._place = ScrubPlace()
         self._merges = 0
         """How many merges had ended when the store process was last asked what they met."""
@@ -137,12 +141,21 @@ class ScrubTurns:
         """
         return bool(self._suspects) or self._merges != merges
 
+    def due_in_s(self, wall_s: float, period_s: float) -> float | None:
+        """Return how long until the next pass; None: only on command. A clock that was set back
+        does not put it off by more than a period, however often this is asked.
+        """
+        self._started_s = min(self._started_s, wall_s)
+        self.status.began_s = min(self.status.began_s, wall_s)
+        return scrub_due_in_s(self.status.began_s, self._started_s, wall_s, period_s)
+
     def begin_pass(self, wall_s: float, *, is_hurried: bool) -> None:
         """Read everything, from now on."""
         status = self.status
         status.is_running, status.is_hurried = True, is_hurried
         status.began_s, status.read_bytes, status.busy_s = wall_s, 0, 0.0
         self._place = ScrubPlace()
+        self._found.clear()
         status.area = AREAS[0]
 
     def next_piece(self, now_s: float) -> tuple[ScrubPlace, list[int]]:
@@ -206,6 +219,7 @@ class ScrubTurns:
             if damage.mended:
                 self.mended(row, damage.mended)
                 continue
+            self._found.add(row.name)
             if (before := known.get(row.name)) is not None:
                 before.last_s, before.what = wall_s, row.what
                 continue
@@ -224,10 +238,15 @@ class ScrubTurns:
         status.area = ""
         status.ended_s = wall_s
         status.passes += 1
-        for row in status.damages:
-            if row.last_s < status.began_s:
-                self.tell_gone(row)
-        status.damages = [row for row in status.damages if row.last_s >= status.began_s]
+        # A clock that was set back tells nothing of what this pass has found.
+        gone = [
+            row
+            for row in status.damages
+            if row.last_s < status.began_s and row.name not in self._found
+        ]
+        for row in gone:
+            self.tell_gone(row)
+        status.damages = [row for row in status.damages if row not in gone]
 
 
 def row_of(damage: Damage, wall_s: float) -> DamageRow:

@@ -419,8 +419,7 @@ def scrub_rest_s(
 
 def scrub_due_in_s(began_s: float, started_s: float, now_s: float, period_s: float) -> float | None:
     """Return how long until the next pass; None: only on command. The last one began at `began_s`
-    (0: there was none), the process at `started_s`, Unix time. A clock that was set back does not
-    put a pass off by more than a period.
+    (0: there was none), the process at `started_s`, Unix time. It is a period at most.
     """
     if not period_s:
         return None

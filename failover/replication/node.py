@@ -502,8 +502,8 @@ class ReplicationCore:
                 self._hub.fenced(vb_id)
 
     def take_damages(self) -> list[int]:
-        """Return the partitions in which replication met damaged data, and forget them."""
-        damages = sorted(self._changes.damages)
+        """Return the partitions in which replication met damaged data since the last call."""
+        damages = sorted(self._changes.damages | self.master.serving.unreadable.keys())
         self._changes.damages.clear()
         return damages
 

@@ -38,6 +38,7 @@ from failover.rules.promotion import may_send_back
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.store.environment import StoreDamagedError
 
 LOOK_NS_PER_PARTITION: Final = 20_000
 """Pause between looks at partitions that are not served yet: ten times what a look costs."""
@@ -154,6 +155,8 @@ class Serving:
         self.awaited: dict[int, int] = {}
         """Partition that has events of a newer manifest than this node -> the uid of this node's
         when they were compared."""
+        self.unreadable: dict[int, str] = {}
+        """Partition whose events of collections cannot be read -> why. It waits to be mended."""
 
     # -- what changes ------------------------------------------------------------------------------
 
@@ -167,6 +170,7 @@ class Serving:
         """A partition has not its master here any more."""
         self._unserved.discard(vb_id)
         self.awaited.pop(vb_id, None)
+        self.unreadable.pop(vb_id, None)
         self.arrivals.ended(vb_id)
         self._steady.discard(vb_id)
         self._left.discard(vb_id)
@@ -292,7 +296,14 @@ class Serving:
         uid = self._engine.keyspace.manifest.uid
         if self.awaited.get(part.vb_id) == uid:
             return False
-        if not knows_collections(self._engine, part.vb_id):
+        try:
+            is_known = knows_collections(self._engine, part.vb_id)
+            self._engine.keyspace.check_system_events(part)
+        except StoreDamagedError as error:
+            self.unreadable[part.vb_id] = str(error)
+            return False
+        self.unreadable.pop(part.vb_id, None)
+        if not is_known:
             self.awaited[part.vb_id] = uid
             return False
         self.awaited.pop(part.vb_id, None)
@@ -335,6 +346,8 @@ class Serving:
         if missing := self._missing(mastership, now_ns):
             why = "a copy in sync does not confirm the master, so it may answer nothing"
             return Fence(why, missing)
+        if damage := self.unreadable.get(mastership.part.vb_id):
+            return Fence(f"what it has of collections is damaged, and waits to be mended: {damage}")
         if mastership.part.vb_id in self.awaited:
             return Fence("the master has not read of all collections in the metadata store yet")
         return Fence("the new master waits until copies in sync have caught up")

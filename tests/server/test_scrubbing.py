@@ -98,7 +98,7 @@ async def test_who_meets_damage_and_each_merge_wake_the_scrubber(
 
 def test_a_partition_that_was_mended_is_looked_at_again() -> None:
     """What somebody meets there next is other damage; what stays is looked at later."""
-    turns = ScrubTurns()
+    turns = ScrubTurns(0.0)
     for mended, looked_at in (("mended", [5]), ("", [])):
         turns.met(5)
         _, suspects = turns.next_piece(100.0)
@@ -110,10 +110,30 @@ def test_a_partition_that_was_mended_is_looked_at_again() -> None:
 
 
 def test_a_pass_that_begins_during_a_look_goes_on() -> None:
-    turns = ScrubTurns()
+    turns = ScrubTurns(0.0)
     turns.met(5)
     place, suspects = turns.next_piece(100.0)
     turns.begin_pass(7.0, is_hurried=True)
     turns.read(ScrubReport(list(place), 0, [], 0.0, 0), suspects, 0, 100.0, 8.0)
     assert turns.status.is_running
     assert turns.next_piece(101.0) == (ScrubPlace(), [])
+
+
+def test_a_clock_that_is_set_back_puts_off_one_pass_by_a_period() -> None:
+    """And what a pass has found before that stays."""
+    turns = ScrubTurns(1000.0)
+    assert turns.due_in_s(1000.0, 50.0) == 50.0
+    turns.begin_pass(2000.0, is_hurried=False)
+    _, suspects = turns.next_piece(1.0)
+    damage = Damage(*DAMAGE[:4], vb_id=5)
+    report = ScrubReport([len(AREAS), b""], 0, [list(damage)], 0.0, 0)
+    turns.read(report, suspects, 0, 1.0, 100.0)
+    assert not turns.status.is_running
+    assert [row.vb for row in turns.status.damages] == [5]
+    assert turns.due_in_s(100.0, 50.0) == 50.0
+    assert turns.due_in_s(140.0, 50.0) == 10.0
+    turns.begin_pass(150.0, is_hurried=False)
+    turns.read(
+        ScrubReport([len(AREAS), b""], 0, [], 0.0, 0), turns.next_piece(9.0)[1], 0, 9.0, 151.0
+    )
+    assert turns.status.damages == []

@@ -62,6 +62,7 @@ RULES: Final = {
     "scans": "A scan shows a partition as it was at one moment, with all that was answered before.",
     "hashes": "Hashes and keys are those of all documents at the seqno that is told with them.",
     "repairs": "What a copy takes of another one, and puts in place, is what it had itself.",
+    "damages": "What is damaged in a store is mended to the byte, or named; never told as sound.",
     "batches": "Of a batch, all changes are made, or none.",
     "receipts": "What an unclean election loses is in a receipt and in a discard file.",
     "same documents": "At rest, consumers and copies in sync have the documents of the masters.",
@@ -115,6 +116,7 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     found += named("scans", shown.scans(facts.scans, facts.ledger))
     found += named("hashes", shown.hashes(facts.hashes, facts.read_by_seqno, facts.ledger))
     found += named("repairs", shown.repairs(facts.repairs))
+    found += named("damages", shown.damages(facts.damaged))
     found += named("batches", batches.torn(facts.batches, facts.ledger, facts.excuses))
     found += named(
         "answered writes",

@@ -38,6 +38,7 @@ from failover.rules.promotion import FirstStep
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.bugs import BUGS
 from sim.cluster_node import ClusterNode
+from sim.damage_bugs import DAMAGE_BUGS
 from sim.machine import Machine
 from sim.network import Side
 from sim.plan import MOVE_NODES
@@ -457,7 +458,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
     ),
 }
 """Name -> the bug."""
-PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS
+PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS | DAMAGE_BUGS
 """All of them."""
 
 

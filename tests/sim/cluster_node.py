@@ -169,6 +169,8 @@ class ClusterNode(SingleNode, NodeTurns):
             self.engine, self.store, self.groups, self.session, settings,
             self, cluster="sim", now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
+        if self.scrubber is not None:
+            self.scrubber.view, self.scrubber.member = self.session.view, self.member
         self._manifest = SharedManifest(self.session, self.engine, store, self.core)
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
@@ -410,6 +412,8 @@ class ClusterNode(SingleNode, NodeTurns):
             self._raised_life.tick(self.clock.monotonic_ns(), self.clock.wall_ns() / SECOND)
             self.core.tick(self.clock.monotonic_ns())
             self.core.master.cuts.tick(self.clock.monotonic_ns())  # feeds tick with connections
+            for vb_id in self.core.take_damages():
+                self.met(vb_id)
             self.carry_out()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
@@ -477,9 +481,10 @@ class ClusterNode(SingleNode, NodeTurns):
         """Record what is not committed: also of that, a version has one history only."""
         part = self.engine.partitions[vb_id]
         if part.committed_seqno < part.high_seqno:
-            entries = self.engine.versions.entries(
-                part, part.committed_seqno + 1, part.high_seqno, 1 << 30
-            )
+            with self._machine.env.as_written():
+                entries = self.engine.versions.entries(
+                    part, part.committed_seqno + 1, part.high_seqno, 1 << 30
+                )
             tail = {seqno_of(entry): META.unpack_from(entry)[4] for entry in entries}
             versions = tuple(part.failover.pairs())
             self._record.histories.append(

@@ -212,6 +212,40 @@ class Repair(NamedTuple):
     in place; None: they were not, because the block has none of them, or they prove nothing."""
 
 
+class Damaged:
+    """A page of a node's store that is not what was written. `ended`: how that came to its end."""
+
+    __slots__ = (
+        "at_ns", "ended", "head_bytes", "is_put_wrong", "key", "kind", "known",
+        "must_mend", "named", "node", "now", "row", "table", "vb_id",
+    )  # fmt: skip
+
+    def __init__(self, at_ns: int, node: str, table: str, key: bytes, kind: str) -> None:
+        self.at_ns = at_ns
+        self.node = node
+        self.table = table
+        self.key = key
+        self.vb_id = int.from_bytes(key[:2], "big")
+        self.kind = kind
+        self.row = b""
+        """What was written."""
+        self.now: bytes | None = None
+        """What the disk has; None: it cannot be read."""
+        self.head_bytes = self.known = 0
+        """What the page's checksum covers, and the checksum."""
+        self.named = ""
+        """What the node said of it; "": nothing."""
+        self.is_put_wrong = False
+        """Whether something else was put in its place, as if it was mended."""
+        self.must_mend = False
+        """Whether the node, or another copy, can prove what was there."""
+        self.ended = ""
+
+    def __str__(self) -> str:
+        where = f"{self.node}, vb {self.vb_id}: {self.table} {self.key[2:].hex()}"
+        return f"{where} ({self.kind} at {self.at_ns / 1e6:.3f} ms)"
+
+
 class AfterCut(NamedTuple):
     """A consumer received a change that comes after a cut, though its CAS does not."""
 
@@ -430,6 +464,10 @@ class Facts:
         """Partition, version, and what was answered for a seqno."""
         self.batches: list[Batch] = []
         self.repairs: list[Repair] = []
+        self.damaged: list[Damaged] = []
+        """Pages of stores that were damaged while processes ran."""
+        self.met_damage = 0
+        """How often a request, a stream or replication met them."""
         self.cuts: list[CutHeld] = []
         self.after_cuts: list[AfterCut] = []
         self.works_ns = 0

@@ -91,5 +91,11 @@ FOUND: Final = {
     "repair-takes-all": Found(36, "repairs", "may take seqno"),
     "repair-takes-older": Found(18, "repairs", "its block is not what it was"),
     "hashes-at-once": Found(4, "hashes", "where it was not"),
+    "damage-is-answered": Found(87, "linearizable", "is not linearizable"),
+    "old-page-is-read": Found(51, "damages", "was not mended in time"),
+    "damaged-is-absent": Found(24, "linearizable", "is not linearizable"),
+    "block-passed-over": Found(12, "damages", "was not mended in time"),
+    "copies-unasked": Found(6, "damages", "was not mended in time"),
+    "repair-in-vain": Found(6, "damages", "was not mended in time"),
 }
 """Bug -> how it is found."""

@@ -22,6 +22,7 @@ from sim.node import SimNode, StartFailedError, StartRefusedError
 from sim.world import MS, EventEndedError, Host, World
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.log.device_files import FileLogDevice
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import TABLES
 
 RESTART_NS = 100 * MS
@@ -48,7 +49,14 @@ class Machine:
     """See the module. `boot` makes the process; everything that it uses is here."""
 
     def __init__(
-        self, world: World, network: Network, name: str, boot: Boot, *, drift_ppm: int = 0
+        self,
+        world: World,
+        network: Network,
+        name: str,
+        boot: Boot,
+        *,
+        drift_ppm: int = 0,
+        env_type: type[ForgetfulEnv] = ForgetfulEnv,
     ) -> None:
         self.world = world
         self.network = network
@@ -59,6 +67,7 @@ class Machine:
         """How much longer each sync of the log takes."""
         self.clock = Clock(self.host)
         self._boot = boot
+        self._env_type = env_type
         self.node: SimNode | None = None
         self.refusals: list[str] = []
         """Why starts were refused: the disks hold what a node cannot continue with."""
@@ -75,7 +84,7 @@ class Machine:
     def _new_disks(self) -> None:
         self._folders += 1
         self.disk = ForgetfulDisk(self._power())
-        self.env = ForgetfulEnv(self._power(), TABLES)
+        self.env = self._env_type(self._power(), TABLES)
         self.seen: SeenContent | None = None
         """The folder's file seen.json; it is replaced as a whole, and synced."""
         self.sent_map = NEVER_SENT
@@ -107,6 +116,10 @@ class Machine:
         except EndedInsideError:
             self.end_now()
         except StartRefusedError as error:
+            is_of_store = isinstance(error.__cause__, StoreDamagedError)
+            if is_of_store and self.env.put_right(f"a start was refused: {error}"):
+                self.exited()
+                return
             self.refusals.append(f"{self.name} refuses to start: {error}")
             self.world.note(self.refusals[-1])
             self.world.tell("start refused", self.name, f"refuses to start: {error}")

@@ -13,9 +13,9 @@ Invariants of SingleNode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 from dcp.core.groups import GroupCycle, Job, Published, WriteGroup
@@ -30,8 +30,10 @@ from sim.cut_rounds import NodeCuts
 from sim.facts import Committed, Facts, History, Mastership, fingerprint
 from sim.manifests import changed, ids
 from sim.network import Side
+from sim.node_scrubber import NodeScrubber
 from sim.plan import Plan
 from sim.serving import ServedConnection
+from sim.twin_pages import TwinEnv
 from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
@@ -189,6 +191,9 @@ class SingleNode:
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self._upkeep = Upkeep(self, machine.env, plan, facts)
         self._pager = Pager(self.engine, self.store) if plan.wide_clients else None
+        self.scrubber: NodeScrubber | None = None
+        if isinstance(machine.env, TwinEnv):
+            self.scrubber = NodeScrubber(self, machine.env, machine.network, plan.scrub_ns)
         self.engine.begin_batch(self.clock.wall_ns())
         self._record_masterships()
         self.host.after(LISTEN_NS, self._listen)
@@ -211,6 +216,36 @@ class SingleNode:
 
     def before_merge(self) -> None:
         """See Kept."""
+
+    def met(self, vb_id: int | None) -> None:
+        """See Served and Kept."""
+        if self.scrubber is None or not self.scrubber.may_be_damaged:
+            self._record.problems.append(
+                f"{self.name}, vb {vb_id}: says that sound data is damaged"
+            )
+        else:
+            self._record.met_damage += 1
+            self.scrubber.met(vb_id)
+
+    def mend_partition(self, vb_id: int) -> bool:
+        """See Kept."""
+        return self.scrubber is not None and self.scrubber.pieces.mend_partition(vb_id)
+
+    def after_merge(self, tables: Mapping[str, Any], why: Mapping[int, str]) -> bool:
+        """See Kept. Where a merge names damage, an operator puts the disk right, and the process
+        starts again from what the store was before: no quarantine is left.
+        """
+        if self.scrubber is None:
+            return True
+        if not why:
+            self.scrubber.merged()
+            return True
+        env = self._machine.env
+        assert isinstance(env, TwinEnv)
+        assert env.put_right(f"a merge names it: {why}", None if -1 in why else list(why)), why
+        env._put_back(dict(tables))
+        self._die()
+        return False
 
     def refuses(self, why: str) -> None:
         """See Served."""
@@ -362,7 +397,8 @@ class SingleNode:
     def _enter(self, part: Partition) -> None:
         is_wanted = self._plan.probers or self._plan.cut_consumers
         if is_wanted and part.state in {VbState.ACTIVE, VbState.FENCED}:
-            self._record.ledger.committed(self._world.now_ns, part, self.engine.versions)
+            with self._machine.env.as_written():
+                self._record.ledger.committed(self._world.now_ns, part, self.engine.versions)
 
     # -- time and the end --------------------------------------------------------------------------
 
@@ -386,6 +422,9 @@ class SingleNode:
         if self._pager is not None and self._has_begun:
             self.before_commands()
             self._pager.step(self.clock.wall_ns())
+            if self._pager.damages and self.scrubber is None:
+                self._record.problems += self._pager.damages
+            self._pager.damages.clear()
             self.after_commands()
             if self.engine.keyspace.has_pending:
                 self.kick()
@@ -425,6 +464,9 @@ class SingleNode:
             return False
         try:
             self.engine.keyspace.branch(vb_id, seqno)
+        except StoreDamagedError:
+            self.met(vb_id)
+            return False
         except BranchRefusedError:
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
@@ -435,7 +477,11 @@ class SingleNode:
         """See SimNode."""
         if self._has_begun:
             keyspace = self.engine.keyspace
-            keyspace.set_manifest(changed(self._world, keyspace.manifest))
+            try:
+                keyspace.set_manifest(changed(self._world, keyspace.manifest))
+            except StoreDamagedError as error:
+                self.met(error.vb_id)
+                return
             self._record.collections = ids(keyspace.manifest)
             self.kick()
 
@@ -473,8 +519,9 @@ class SingleNode:
 
     def documents_of(self, vb_id: int) -> dict[bytes, bytes]:
         """See SimNode."""
-        entries = self._documents_of(self.engine.partitions[vb_id])
-        return {logical_key(key_of(entry)): value_of(entry) for entry in entries}
+        with self._machine.env.as_written():
+            entries = self._documents_of(self.engine.partitions[vb_id])
+            return {logical_key(key_of(entry)): value_of(entry) for entry in entries}
 
     def _documents_of(self, part: Partition) -> Iterator[bytes]:
         """Yield the newest version of each document. One that is due exists until it expires. A
@@ -512,7 +559,8 @@ class SingleNode:
 
     def histories(self) -> list[History]:
         """See SimNode."""
-        return [self._history(part) for part in self.engine.partitions]
+        with self._machine.env.as_written():
+            return [self._history(part) for part in self.engine.partitions]
 
     def _history(self, part: Partition) -> History:
         end = part.committed_seqno

@@ -28,6 +28,8 @@ WIDE_FAULTS = ("disk_stalls", "crash_inside", "power_cut_inside", "bit_rot")
 """Faults that one seed in two may have in addition (`widened`)."""
 DISK_FAULTS = ("newest_rot", "store_forgets_commits", "store_rot")
 """Faults that plans with probers may have in addition (`probed`)."""
+MEDIA_FAULTS = ("cold_damage",)
+"""Faults of plans in which stores are damaged while processes run (`damaged`)."""
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
@@ -171,6 +173,9 @@ class Plan(NamedTuple):
     founded_ns: int = 0
     """How long nodes run before the records of partitions are created
     (`dcp.server.cluster.joining.founding`); 0: they are there before."""
+    scrub_ns: int = 0
+    """In what time scrubbers read everything that is stored; 0: stores are not damaged while
+    processes run, and nobody looks for it."""
     older_formats: int = 0
     """0: all nodes speak the newest format of replication's messages. Any other number says which
     nodes speak the one before, from each start of their processes on (`format_at`)."""
@@ -274,6 +279,25 @@ def mixed(plan: Plan, draw: random.Random) -> Plan:
     # What the formats differ in is about copies that consumers read from.
     reads_copies = not (plan.acts or plan.cut_consumers) and draw.random() < 0.45
     return plan._replace(older_formats=older_formats, from_replicas=int(reads_copies))
+
+
+def damaged(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with stores whose pages are damaged while processes run. Three seeds in four
+    stay as they are. `draw` is a source of its own.
+    """
+    if draw.random() >= 0.25:
+        return plan
+    faults = [name for name in plan.faults if draw.random() < 0.5]
+    return plan._replace(
+        faults=(*faults, *MEDIA_FAULTS * (1 + len(faults))),
+        fault_every_ns=draw.choice((60, 150, 300)) * MS,
+        load_ns=max(plan.load_ns, draw.choice((2000, 3000)) * MS),
+        memtable_bytes=2 << 10,
+        item_cache_bytes=draw.choice((0, 0, 16 << 10)),
+        late_consumers=1,
+        scrub_ns=(scrub_ns := draw.choice((200, 400, 800)) * MS),
+        grace_ns=plan.grace_ns + 3 * scrub_ns,  # a pass, a rest, and another pass
+    )
 
 
 def about_elections(

@@ -280,7 +280,8 @@ class Prober:
         )  # fmt: skip
         if why or part.incomplete_snapshot is not None:
             return
-        own = node.engine.versions.entries(part, *seqnos, 1 << 30)
+        with node._machine.env.as_written():
+            own = node.engine.versions.entries(part, *seqnos, 1 << 30)
         entries = split_entries(answer.entries)
         self._facts.repairs.append(
             Repair(

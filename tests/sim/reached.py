@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from sim.checkers.histories import PURGE, explains
 from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
 from sim.moments import STORE, Moment, short
+from sim.twin_pages import ALONE, FROM_COPY, PUT_RIGHT
 
 ELECTIONS: Final = frozenset({"election", "election of the same master", "unclean election"})
 _COUNTED: Final = {
@@ -50,6 +51,11 @@ OF_VIEWS: Final = (
     "cuts after a rollback", "batches made", "batches refused", "batches without an answer",
 )  # fmt: skip
 """What probers and consumers that ask for cuts reach. Batches are of a node alone."""
+OF_DAMAGE: Final = (
+    "pages damaged", "reads of damaged pages", "pages mended alone",
+    "pages mended by another copy", "pages named and put right",
+)  # fmt: skip
+"""What plans with damaged stores reach."""
 OF_CLUSTERS: Final = (
     *_COUNTED.values(),
     "elections after a clock jump",
@@ -63,12 +69,14 @@ OF_CLUSTERS: Final = (
     "operations refused",
     "writes without an answer",
     *OF_VIEWS[:7],
+    *OF_DAMAGE,
 )
 """All counts of clusters."""
 ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[7:])
 WANTED: Final = frozenset(OF_CLUSTERS)
 """What seeds of clusters have to reach."""
 _READS: Final = frozenset({Kind.GET})
+_ENDS: Final = {ALONE: OF_DAMAGE[2], FROM_COPY: OF_DAMAGE[3], PUT_RIGHT: OF_DAMAGE[4]}
 
 
 class Told(Protocol):
@@ -102,6 +110,9 @@ def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> 
     found["operations refused"] = outcomes[Outcome.REFUSED]
     found["writes without an answer"] = outcomes[Outcome.AMBIGUOUS]
     found += _views(facts)
+    found["pages damaged"] = len(facts.damaged)
+    found["reads of damaged pages"] = facts.met_damage
+    found.update(_ENDS[each.ended] for each in facts.damaged if each.ended in _ENDS)
     return {name: found[name] for name in ALL if found[name]}
 
 

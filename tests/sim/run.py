@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from failover.replication.link import DAMAGED_RETRY_NS
 from sim.acts import Acts
 from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
 from sim.checkers import receipts
@@ -24,19 +25,26 @@ from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
-from sim.faults import SHARES, Faults
+from sim.faults import SHARES, Faults, damage_once_more
 from sim.kv_client import KvClient
 from sim.machine import RESTART_NS, Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, changed, drawn, mixed, probed, widened
+from sim.node import SingleNode
+from sim.plan import Plan, about_elections, changed, damaged, drawn, mixed, probed, widened
 from sim.prober import Prober
 from sim.quarantine import kept
 from sim.reached import reached
 from sim.replicated import ReplicatedNodes
+from sim.twin_pages import TwinEnv
 from sim.world import MS, SECOND, Trace, World
+from support.forgetful_disk import ForgetfulEnv
 
+KINDS_OF_PLANS = (("wide", widened), ("probed", probed), ("mixed", mixed), ("media", damaged))
+"""What is added to a plan, and the name of the source that it is drawn from."""
 LOOK_NS = 50 * MS
 """How often the end of the rest is looked for."""
+MENDED_NS = 2 * SECOND
+"""What can be proven is mended so long after two passes, at most."""
 CALM_TIMEOUT_NS = 2 * SECOND
 """Timeout of operations once the faults are over: they have no reason to take so long."""
 
@@ -107,7 +115,7 @@ class Simulation:
                 self.plan, draw, nodes=options.nodes, seconds=options.seconds, act=options.act
             )
         if plan is None:
-            for kind, change in (("wide", widened), ("probed", probed), ("mixed", mixed)):
+            for kind, change in KINDS_OF_PLANS:
                 self.plan = change(self.plan, random.Random(f"{seed} {kind}"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
@@ -131,6 +139,7 @@ class Simulation:
             Machine(
                 world, self.network, f"n{number}", self._cluster.boot,
                 drift_ppm=world.below(2 * plan.drift_ppm + 1) - plan.drift_ppm,
+                env_type=TwinEnv if plan.scrub_ns else ForgetfulEnv,
             )
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
@@ -226,10 +235,15 @@ class Simulation:
             client.stop()
             client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
+        self._put_right()
         self._wait(self._are_clients_idle, "clients still wait for answers")
         if facts.lost_folders and self.plan.needs_every_copy:
             # Without one of its copies a partition rightly refuses durable writes.
             self._wait(lambda: not self._cluster.why_unsettled(), "lost copies are not replaced")
+        if self.plan.scrub_ns and not facts.problems:
+            self._damage_once_more()
+            if facts.met_damage and len(self.machines) > 1:
+                world.run_until(world.now_ns + DAMAGED_RETRY_NS + SECOND)  # replicas come back
         if self._forever and not facts.problems:
             self._break_for_good()
         facts.works_ns = world.now_ns
@@ -257,6 +271,25 @@ class Simulation:
         world.run_until(world.now_ns + WITHIN_NS)
         behind = self._why_behind()
         self._stuck = {each.name for each in self.consumers if f"{each.name} has" in behind}
+
+    def _damage_once_more(self) -> None:
+        """Now that nothing else is wrong, what can be proven is mended soon, and answered then."""
+        page, world = damage_once_more(self), self.world
+        if page is not None:
+            self.reader.read_all()
+            until_ns = world.now_ns + MENDED_NS + 2 * self.plan.scrub_ns
+            while world.now_ns < until_ns and not (page.ended and self.reader.is_idle):
+                world.run_until(world.now_ns + LOOK_NS)
+            self._put_right()
+            self._wait(lambda: self.reader.is_idle, "a key cannot be read")
+
+    def _put_right(self) -> None:
+        """What no copy can give comes from a backup."""
+        for machine in self.machines:
+            if machine.env.put_right("") and isinstance(machine.node, SingleNode):
+                machine.node.store.refresh()
+                if machine.node.scrubber is not None:
+                    machine.node.scrubber.forget()
 
     def _break_for_good(self) -> None:
         """Break something under load, and give the rest its time."""

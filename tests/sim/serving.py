@@ -46,6 +46,9 @@ class Served(Protocol):
     def kick(self) -> None:
         """Write what is pending."""
 
+    def met(self, vb_id: int | None) -> None:
+        """Somebody met damage in a partition."""
+
     def refuses(self, why: str) -> None:
         """The connection of a replica ends, because of what came on it."""
 
@@ -152,6 +155,10 @@ class ServedConnection:
                 self.side.write(data)
         elif state.wait_group:
             self.held.carry(state, now_ns)
+        for event, fields in state.notes:
+            if event == "damaged data":
+                vb_id = fields["vb_id"]
+                self._node.met(vb_id if isinstance(vb_id, int) else None)
         state.notes.clear()
         self._node.after_commands()
         if state.sender is not None:
@@ -187,7 +194,9 @@ class ServedConnection:
         if self.held.batches or not self.side.can_write:
             return  # `release` and `on_writable` schedule the next turn
         messages = sender.pump(self._node.pump_bytes)
-        assert not sender.damages, sender.damages
+        for vb_id, _ in sender.damages:
+            self._node.met(vb_id)
+        sender.damages.clear()
         if messages:
             self._send(messages)
         if sender.has_output:

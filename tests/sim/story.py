@@ -472,6 +472,11 @@ def _step(step: Step | None) -> str:
 
 
 def _changes_of(node: SingleNode, vb_id: int) -> dict[int, str]:
+    with node._machine.env.as_written():
+        return _changes_in(node, vb_id)
+
+
+def _changes_in(node: SingleNode, vb_id: int) -> dict[int, str]:
     """Return seqno -> what a node holds there."""
     part = node.engine.partitions[vb_id]
     first = max(1, part.high_seqno - 200)

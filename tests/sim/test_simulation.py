@@ -61,7 +61,7 @@ def test_checks_do_not_accuse_what_is_right(nodes: int, seed: int, what: str) ->
 
 def test_all_faults_of_a_single_node_happen() -> None:
     expected = {*plan.NODE_FAULTS, *plan.NETWORK_FAULTS, *plan.CONSUMER_FAULTS, *plan.WIDE_FAULTS}
-    expected |= {"collections", *plan.DISK_FAULTS}
+    expected |= {"collections", *plan.DISK_FAULTS, *plan.MEDIA_FAULTS}
     happened: set[str] = set()
     for seed in range(SEEDS):
         happened |= report_of(seed).faults.keys()

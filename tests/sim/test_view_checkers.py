@@ -12,6 +12,7 @@ from sim.facts import (
     AfterCut,
     Batch,
     CutHeld,
+    Damaged,
     Excuse,
     Facts,
     HashesRead,
@@ -277,3 +278,22 @@ def test_what_is_put_in_place_has_to_be_what_was_there(put: bool | None) -> None
     version = {3: (b"k", 9)}
     found = shown.repairs([Repair(1, "n1", "n2", 0, version, version, put)])
     assert ["its block is not what it was" in each for each in found] == [True] * (put is False)
+
+
+def test_damage_is_mended_to_the_byte_or_named() -> None:
+    def page(ended: str, *, named: str = "", must_mend: bool = False) -> Damaged:
+        damaged = Damaged(0, "n1", "by_key", b"\0\1key", "flip")
+        damaged.ended, damaged.named, damaged.must_mend = ended, named, must_mend
+        return damaged
+
+    put_wrong = page("")
+    put_wrong.is_put_wrong = True
+    for each, words in (
+        (page(shown.PUT_RIGHT), "neither mended nor named"),
+        (page(shown.PUT_RIGHT, named="it is", must_mend=True), "not mended in time"),
+        (put_wrong, "something else was put in its place"),
+    ):
+        (problem,) = shown.damages([each])
+        assert words in problem
+    fine = [page("mended alone", must_mend=True), page(shown.PUT_RIGHT, named="it is"), page("")]
+    assert shown.damages(fine) == []

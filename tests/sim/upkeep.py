@@ -11,7 +11,8 @@ Only a master plans floors. A replica has them from its master, and compacts up 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from dcp.core.floors import FloorCycle
 from dcp.core.store_schedule import MergeCycle
@@ -19,10 +20,11 @@ from dcp.stream.hub import StreamHub
 from sim.facts import Facts
 from sim.plan import Plan
 from sim.world import MS, Host
+from support.forgetful_disk import ForgetfulEnv
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.log.writer import LogWriter
-from vbucket.store.environment import KvEnv
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Compactor
 from vbucket.upkeep.merge import merge
@@ -30,6 +32,8 @@ from vbucket.upkeep.retention import FloorStep
 
 MERGE_MAX_NS = 300 * MS
 SLICE_NS = 5 * MS
+DAMAGED_NS = 200 * MS
+"""Pause after a compaction met damage."""
 STEP_BYTES = 4 << 10
 """Small steps, so that a compaction has several slices."""
 
@@ -50,6 +54,17 @@ class Kept(Protocol):
     def before_merge(self) -> None:
         """The store changes next."""
 
+    def mend_partition(self, vb_id: int) -> bool:
+        """Mend what a merge met in a partition; return whether anything was mended."""
+
+    def after_merge(self, tables: Mapping[str, Any], why: Mapping[int, str]) -> bool:
+        """A merge has ended: it cannot go on with these partitions. `tables`: what the store was
+        before. Return whether the process goes on.
+        """
+
+    def met(self, vb_id: int | None) -> None:
+        """Somebody met damage in a partition."""
+
     def plans_floors(self, vb_id: int) -> bool:
         """Whether this node decides about the floors of a partition."""
 
@@ -57,7 +72,7 @@ class Kept(Protocol):
 class Upkeep:
     """See the module."""
 
-    def __init__(self, node: Kept, env: KvEnv, plan: Plan, facts: Facts) -> None:
+    def __init__(self, node: Kept, env: ForgetfulEnv, plan: Plan, facts: Facts) -> None:
         self._node = node
         self._env = env
         self._plan = plan
@@ -76,11 +91,19 @@ class Upkeep:
         device, node = self._node.device, self._node
         node.before_merge()
         segments = self._merges.begin(device.segments())
-        report = merge(
-            self._env,
-            [(number, device.read(number)) for number in segments],
-            before_undo=self._compactor.begin_again,
-        )
+        before = self._env.tables
+        try:
+            report = merge(
+                self._env,
+                [(number, device.read(number)) for number in segments],
+                before_undo=self._compactor.begin_again,
+                mend=node.mend_partition,
+            )
+        except StoreDamagedError as error:
+            node.after_merge(before, {-1: str(error)})
+            return
+        if not node.after_merge(before, report.quarantined):
+            return
         merged = self._merges.merged(report)
         while not self._merges.drop_slice():
             pass
@@ -134,8 +157,12 @@ class Upkeep:
         if floors := self._floors.committed():
             vb_ids = sorted(floors)
             report = self._compactor.run(self._env, vb_ids, lambda: True, floors=floors)
-            assert not report.damages, report.damages
+            for damaged, _ in report.damages:
+                node.met(damaged)
             node.store.refresh()
+            if report.damages:
+                node.host.after(DAMAGED_NS, self._compact)
+                return
             for vb_id in report.finished:
                 self._floors.compacted(vb_id)
         if self._floors.last_group:

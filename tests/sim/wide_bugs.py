@@ -407,7 +407,7 @@ def _no_reason(*_args: object, **_named: object) -> str:
     return ""
 
 
-def _put_older(mender: PageMender, key: bytes, _entries: Sequence[bytes]) -> str:
+def put_older(mender: PageMender, key: bytes, _entries: Sequence[bytes]) -> str:
     """What cannot be read becomes what is before it in the block."""
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     assert place is not None
@@ -583,7 +583,7 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
     ),
     "repair-takes-older": one(
         "a copy puts an older version in place of the one that it lacks, and proves nothing",
-        twin_mender, "put_versions", _put_older,
+        twin_mender, "put_versions", put_older,
     ),
     "hashes-at-once": one(
         "hashes are told before the changes are committed", HashReads, "_answer", _answer_at_once

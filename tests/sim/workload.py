@@ -60,12 +60,14 @@ OUTCOMES: Final[dict[int, Outcome]] = {
     Status.ETMPFAIL: Outcome.REFUSED,
     Status.EBUSY: Outcome.REFUSED,
     Status.NOT_MY_VBUCKET: Outcome.REFUSED,
+    Status.EINTERNAL: Outcome.REFUSED,
     Status.UNKNOWN_COLLECTION: Outcome.NO_COLLECTION,
     DURABILITY_INVALID: Outcome.REFUSED,
     SYNC_WRITE_IMPOSSIBLE: Outcome.REFUSED,
     SYNC_WRITE_AMBIGUOUS: Outcome.AMBIGUOUS,
 }
-"""What each status tells the client. A status that is not here must not occur."""
+"""What each status tells the client. A status that is not here must not occur. EINTERNAL: what it
+takes is damaged; a node that says so of sound data is a problem (`SingleNode.met`)."""
 
 
 class Workload:

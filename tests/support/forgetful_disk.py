@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -439,12 +439,28 @@ class ForgetfulEnv(MemoryEnv):
         self.tables = self._in_flight = before | {table: rows}
         return partial(self._put_back, before)
 
+    def as_written(self) -> AbstractContextManager[None]:
+        """As long as the context lasts, reads get what was committed, whatever the disk did."""
+        return nullcontext()
+
+    def put_right(self, why: str, vb_ids: Sequence[int] | None = None) -> bool:
+        """Mend what the disk did to single pages; return whether it did anything."""
+        return False
+
+    def new_write(self) -> MemoryWrite:
+        """Return a transaction."""
+        return MemoryWrite(self)
+
+    def power_point(self, name: str) -> None:
+        """Something is about to be written."""
+        self._power.point(name)
+
     def _put_back(self, tables: dict[str, Any]) -> None:
         self.tables = self._in_flight = tables
 
     def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulEnv:
         """Return what a power cut leaves now."""
-        env = ForgetfulEnv(power, list(self.tables))
+        env = type(self)(power, list(self.tables))
         tables = self._in_flight if draw.random() < share else self.tables
         env.tables = env._in_flight = dict(tables)
         env._earlier = self._earlier.copy()
@@ -452,7 +468,7 @@ class ForgetfulEnv(MemoryEnv):
 
     @contextmanager
     def write(self) -> Iterator[MemoryWrite]:
-        write = MemoryWrite(self)
+        write = self.new_write()
         yield write
         self._in_flight = dict(write.tables)
         self._power.point("store commit")

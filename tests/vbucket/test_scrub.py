@@ -43,6 +43,7 @@ from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_mutation
 from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.block import Block, build_blocks
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
@@ -60,6 +61,7 @@ from vbucket.store.records import (
     put_manifest,
     put_partition,
 )
+from vbucket.store.store import StoreView
 
 KEYS = 400
 RECORD = PartitionRecord(
@@ -284,6 +286,36 @@ def test_small_blocks_of_a_list_come_from_elsewhere(tmp_path: Path) -> None:
         file.close()
     assert damages_in(copy) == []
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+def test_damage_of_the_partition_before_is_not_met(tmp_path: Path) -> None:
+    """A partition without a block has no last one, whatever the row before became."""
+    copy = made(tmp_path / "store", (300,), 4000)
+    large = layout_of(copy)[BY_SEQNO_TABLE].large
+    last = max(VBS)
+    key = max(pairs_in(copy, BY_SEQNO_TABLE))
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:  # the last block of the table has pages of its own then
+        for other in pairs_in(copy, BY_SEQNO_TABLE):
+            if other > max(large.values()):
+                write.delete(BY_SEQNO_TABLE, other)
+    env.close()
+    page = next(page for page, each in large.items() if each == max(large.values()))
+    assert key[:2] == last.to_bytes(2, "big")
+    overwrite(copy, page, "zeros")
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    for reader in (env.snapshot(), None):
+        if reader is None:
+            with env.write() as write:
+                assert StoreView(write).last_block(last + 1) is None
+            continue
+        view = StoreView(reader)
+        assert view.last_block(last + 1) is view.block_at(last + 1, 7) is None
+        assert list(view.backward(last + 1, 7)) == []
+        with pytest.raises(StoreDamagedError):
+            view.last_block(last)
+        reader.close()
+    env.close()
 
 
 def test_a_block_that_cannot_be_read_comes_from_elsewhere(

@@ -41,7 +41,7 @@ from vbucket.store.block import (
     find_frame,
 )
 from vbucket.store.due import rows_end
-from vbucket.store.environment import Buffer, KvEnv, KvWrite, StoreDamagedError, with_room
+from vbucket.store.environment import Buffer, KvEnv, KvReader, KvWrite, StoreDamagedError, with_room
 from vbucket.store.hashes import ROWS_AT_ONCE, Tables, rows_at_once, stored_hashes
 from vbucket.store.key_record import (
     MetaFields,
@@ -76,6 +76,7 @@ SCANNED_RECORDS: Final = 1 << 16
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 """Made once; a store with fewer partitions uses the first of them."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
+_NO_END: Final = (1 << 64) - 1
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
@@ -262,10 +263,8 @@ class StoreView(RecordView):
 
     def backward(self, vb_id: int, seqno: int) -> Iterator[tuple[int, bytes]]:
         """Yield (seqno, key) of the versions at or below `seqno`, newest first."""
-        while found := self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno)):
+        while found := last_row(self._reader, vb_id, seqno):
             block = Block(*found)
-            if block.vb_id != vb_id:
-                return
             for entry in reversed(block.entries()):
                 if seqno_of(entry) <= seqno:
                     yield seqno_of(entry), key_of(entry)
@@ -341,17 +340,13 @@ class StoreView(RecordView):
 
     def block_at(self, vb_id: int, seqno: int) -> Block | None:
         """Return the last block that begins at or below `seqno`, None if there is none."""
-        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
-        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
-            return None
-        return Block(*found)
+        found = last_row(self._reader, vb_id, seqno)
+        return None if found is None else Block(*found)
 
     def last_block(self, vb_id: int) -> Block | None:
         """Return the last block of a partition."""
-        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
-        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
-            return None
-        return Block(*found)
+        found = last_row(self._reader, vb_id)
+        return None if found is None else Block(*found)
 
     def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
         """Yield the blocks that reach into [start, end]. Raises if one is missing there."""
@@ -392,6 +387,20 @@ class StoreView(RecordView):
         if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
             return block_key(vb_id, 0), 0
         return found[0], None
+
+
+def last_row(reader: KvReader, vb_id: int, seqno: int = _NO_END) -> tuple[bytes, Buffer] | None:
+    """Return the row of the last block of a partition that begins at or below `seqno`; None: it has
+    none. What is damaged in the partition before it does not matter. Raises StoreDamagedError.
+    """
+    key, prefix = block_key(vb_id, seqno), _VB_PREFIXES[vb_id]
+    try:
+        found = reader.last_at_or_before(BY_SEQNO_TABLE, key)
+    except StoreDamagedError:
+        if next(reader.range(BY_SEQNO_TABLE, prefix, key + b"\0"), None) is None:
+            return None
+        raise
+    return found if found is not None and found[0][:2] == prefix else None
 
 
 class Store(StoreView):

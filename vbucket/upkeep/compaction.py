@@ -55,7 +55,7 @@ from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, follow_seqn
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError, WriteLostError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
-from vbucket.store.store import StoreView, missing_blocks
+from vbucket.store.store import StoreView, last_row, missing_blocks
 
 STEP_BYTES: Final = 1 << 20
 """Bytes that one step reads and rewrites: about ten milliseconds, then the time is checked."""
@@ -191,8 +191,8 @@ class PartitionCompaction:
         blocks: list[Block] = []
         size = 0
         while size < self._step_bytes and self._seqno_below != 0:
-            found = write.last_at_or_before(BY_SEQNO_TABLE, block_key(self.vb_id, self._down_seqno))
-            if found is None or found[0][:2] != self._prefix:
+            found = last_row(write, self.vb_id, self._down_seqno)
+            if found is None:
                 if self._seqno_below:
                     raise missing_blocks(self.vb_id, 0, self._seqno_below)
                 self._seqno_below = 0

@@ -40,7 +40,7 @@ from vbucket.store.records import (
     PartitionRecord,
     put_partition,
 )
-from vbucket.store.store import StoreView, missing_blocks
+from vbucket.store.store import StoreView, last_row, missing_blocks
 from vbucket.upkeep.stage import Stage
 from vbucket.upkeep.staging import MergeRefusedError
 
@@ -139,10 +139,8 @@ def plain_changes(
     assert stage.trim_to is None, "a partition that is rolled back is listed"
     stage.replaced = found = list(write.get_many(BY_KEY_TABLE, asked))
     stage.hashes = stored_hashes(write, vb_id, stage.stored)
-    before = write.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
-    tail = None
-    if before is not None and int.from_bytes(before[0][:2], "big") == vb_id:
-        tail = before[0], bytes(before[1])
+    before = last_row(write, vb_id)
+    tail = None if before is None else (before[0], bytes(before[1]))
     tally = CollectionCounts(record.tally)
     return staged.merge(
         vb_id, found, tail, record.last_seqno, body_bytes_target,

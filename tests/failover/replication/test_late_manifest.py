@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from support.replica_pair import VB, Member, ReplicaPair
-from vbucket.model.manifest import Manifest
+from vbucket.engine.partition import VbState
+from vbucket.model.manifest import SYSTEM_COLLECTION, Manifest
+from vbucket.store.records import BY_KEY_TABLE
 
 COLLECTION = 9
 KEYS = (b"\x09a", b"\x09b", b"\x09c")
@@ -139,3 +141,27 @@ def test_compaction_leaves_a_collection_until_its_drop_is_read() -> None:
 
 def stored_keys(member: Member) -> int:
     return member.node.store.partitions()[VB].keys
+
+
+def test_a_new_master_waits_until_its_collections_are_mended() -> None:
+    """It cannot tell whether it has read of all of them. It names the damage, and goes on."""
+    pair = filled()
+    adopt(pair.replica, create)
+    pair.follow()
+    pair.replica.merge()
+    node = pair.replica.node
+    key = next(
+        key for key in node.env.tables[BY_KEY_TABLE]
+        if key[:2] == VB.to_bytes(2, "big") and key[2] == SYSTEM_COLLECTION
+    )  # fmt: skip
+    node.env.flip(BY_KEY_TABLE, key, 5)
+    node.store.refresh()
+    pair.lead(pair.replica)
+    assert pair.replica.part.state != VbState.ACTIVE
+    assert pair.replica.core.take_damages() == [VB]
+    assert "is damaged, and waits to be mended" in pair.replica.core.master.why_fenced(VB)
+    node.env.flip(BY_KEY_TABLE, key, 5)
+    node.store.refresh()
+    pair.replica.tick()
+    assert pair.replica.part.state == VbState.ACTIVE
+    assert pair.replica.core.take_damages() == []

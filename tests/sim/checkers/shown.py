@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dcp.wire.hash_reads import KeyVersion, SentDocument
-from sim.facts import HashesRead, Repair, Scanned
+from sim.facts import Damaged, HashesRead, Repair, Scanned
 from sim.ledger import Change, Ledger, Span, advance, end_of
 from sim.world import MS
 from vbucket.native.key_hashes import hash_of_document, hash_of_key
 
 SUM_MAX = 2**64
+PUT_RIGHT = "put right"
 
 
 def scans(scanned: Iterable[Scanned], ledger: Ledger) -> list[str]:
@@ -127,6 +128,19 @@ def repairs(taken: Iterable[Repair]) -> list[str]:
         for seqno, version in each.taken.items()
         if each.own.get(seqno, version) != version
     ]
+
+
+def damages(damaged: Iterable[Damaged]) -> list[str]:
+    """Each is mended to the byte, or named before a backup puts it right."""
+    problems = []
+    for each in damaged:
+        if each.is_put_wrong:
+            problems.append(f"{each}: something else was put in its place")
+        elif each.must_mend and each.ended == PUT_RIGHT:
+            problems.append(f"{each}: it could be proven, and was not mended in time")
+        elif each.ended == PUT_RIGHT and not each.named:
+            problems.append(f"{each}: it was neither mended nor named")
+    return problems
 
 
 def _unlike(answer: HashesRead, state: dict[bytes, Change]) -> Iterable[str]:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from dcp.core.scrub_turns import DamageRow, ScrubStatus, ScrubTurns
-from dcp.core.store_schedule import Work, scrub_due_in_s, scrub_rest_s
+from dcp.core.store_schedule import Work, scrub_rest_s
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
@@ -70,7 +70,7 @@ class Scrubbing(ScrubTurns):
         period_s: float,
     ) -> None:
         """`period_s`: in what time everything is read; 0: only on command."""
-        super().__init__()
+        super().__init__(time.time())
         self._merging = merging
         self._store = store
         self._path = data_dir / SCRUB_FILE
@@ -79,7 +79,6 @@ class Scrubbing(ScrubTurns):
         self._audit = audit
         self._log = log
         self.period_s = period_s
-        self._started_s = time.time()
         self._saved_s = 0.0
         self._woken = asyncio.Event()
         merging.watch(self._woken)
@@ -97,9 +96,7 @@ class Scrubbing(ScrubTurns):
         """Read when it is due, until cancelled."""
         while True:
             if not self.status.is_running:
-                due_s = scrub_due_in_s(
-                    self.status.began_s, self._started_s, time.time(), self.period_s
-                )
+                due_s = self.due_in_s(time.time(), self.period_s)
                 if due_s is None or due_s > 0:
                     await self._rest(due_s)
                     if self.is_asked_to_look(self._merging.count):
