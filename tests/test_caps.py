@@ -50,7 +50,9 @@ FEATURES: Final[dict[str, Feature]] = {
     "streams from copies that are not masters": Feature(1, 340),
     "purges wait for streams that copies serve": Feature(0, 260),
     "cuts between nodes, a demo that is controlled over HTTP": Feature(1, 310),
-    "collections are answered when all nodes have written them": Feature(0, 110),
+    "collections are answered when all nodes have written them, and no id is given twice": Feature(
+        0, 135
+    ),
     "dcpctl: edit, incr, touch, exists, expiries, JSON errors, --vb everywhere": Feature(3, 659),
     "dcpctl status on one screen, dcpctl top": Feature(5, 573),
     "dcpctl bench, also at a rate": Feature(4, 655),

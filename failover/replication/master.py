@@ -48,7 +48,7 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
-from failover.replication.progress import SILENCE_NS_MAX, Match, window_of
+from failover.replication.progress import SILENCE_NS_MAX, Match
 from failover.replication.serving import Serving
 from failover.rules.cut import Ask
 from failover.rules.fencing import is_same_copy, refusal
@@ -64,6 +64,7 @@ from failover.rules.rollback import Question, common_seqno, decide
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState, check_undo
 from vbucket.log.commit_group import CommitGroup
+from vbucket.model.control import SnapshotWindow
 from vbucket.store.environment import StoreDamagedError
 
 
@@ -434,7 +435,7 @@ class Master:
             versions = tuple(position.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"partition {vb_id}: {error}") from error
-        window = window_of(vb_id, asked, position)
+        window = _window_of(vb_id, asked, position)
         if not mastership.is_ready:
             return None
         question = Question(
@@ -747,3 +748,18 @@ class Master:
 
 def _heard_ns(feed: ReplicaFeed | None, now_ns: int) -> int | None:
     return None if feed is None or not feed.asked_ns else max(0, now_ns - feed.asked_ns)
+
+
+def _window_of(
+    vb_id: int, asked: StreamRequest, position: ReplicaPosition
+) -> SnapshotWindow | None:
+    """Return the snapshot of which a replica has a part; None: what it has is
+    complete. Raises ReplicationError.
+    """
+    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
+    if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
+        raise ReplicationError(
+            f"partition {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} "
+            f"to {end} with purge seqno {position.snapshot_purge}"
+        )
+    return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None

@@ -12,14 +12,12 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from dcp.session.replication_port import ReplicationError
-from dcp.wire.message import StreamRequest
 from failover.replication.group import Group
 from failover.replication.messages import (
     ANNOUNCED_GROUPS_MAX,
     Control,
     EntriesSection,
     Floors,
-    ReplicaPosition,
     SnapshotDone,
     pack_control_entry,
 )
@@ -114,9 +112,9 @@ class Progress:
         """Deletions up to this seqno were purged, or superseded what they delete, before anything
         of the snapshot was read."""
         self.superseded: Collection[int] | None = None
-        """Seqnos that are left out of the snapshot, as of its beginning here: its floor was raised,
-        and the store may not have dropped them yet. It drops them together with the deletions that
-        superseded them, between two reads. None: nothing of a snapshot was read."""
+        """Seqnos that are left out of the snapshot: those that the store had not dropped yet when
+        the first part was read. It may drop them, and what superseded them, between two reads.
+        None: nothing of a snapshot was read."""
         self.become_probe(self.next)
 
     def become_probe(self, next_seqno: int) -> None:
@@ -211,7 +209,7 @@ def _not_dropped_yet(part: Partition, versions: Versions, first_seqno: int) -> C
     record = versions.stored_record(part)
     floor, purge, _ = (record and record.compacted) or (0, 0, 0)
     if floor >= part.history_floor and purge >= part.purge_seqno:
-        return ()  # the store has none any more
+        return ()
     return versions.superseded(part.vb_id, first_seqno, part.history_floor)
 
 
@@ -220,19 +218,6 @@ def known_committed(part: Partition) -> int:
     where a new master does not know so much of others yet.
     """
     return max(part.committed_seqno, part.history_floor)
-
-
-def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> SnapshotWindow | None:
-    """Return the snapshot of which a replica has a part; None: what it has is
-    complete. Raises ReplicationError.
-    """
-    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
-    if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
-        raise ReplicationError(
-            f"partition {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} "
-            f"to {end} with purge seqno {position.snapshot_purge}"
-        )
-    return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None
 
 
 RECORD_BYTES: Final = 256

@@ -36,8 +36,8 @@ from failover.metadata.metastore import KeyValue
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from failover.rules.replication_record import create
 from support.cluster_here import PARTITIONS, ClusterHere
+from support.stored_bytes import pack_mutation
 from support.waiting import until_so
-from vbucket.model.entry import pack_mutation
 from vbucket.model.ids import ids_in
 from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.model.receipt import CutOff, ElectionLoss

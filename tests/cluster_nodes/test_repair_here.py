@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dcp.server.node import Node
 from support.cluster_here import ClusterHere
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from support.waiting import until_so
 from vbucket.upkeep.retention import Windows
 

@@ -31,9 +31,9 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.lmdb_layout import Table, layout_of, overwrite
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
+from support.stored_bytes import Table, layout_of, overwrite
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
 from vbucket.store.environment import StoreDamagedError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.server.operate.moments import NS, NotKeptError, seqno_at
-from vbucket.model.entry import pack_mutation
+from support.stored_bytes import pack_mutation
 
 
 class Kept:

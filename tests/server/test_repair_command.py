@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.lmdb_layout import PAGE_BYTES, layout_of
 from support.raw_client import set_all
 from support.server import DcpdProcess, command, printed
+from support.stored_bytes import PAGE_BYTES, layout_of
 
 KEYS = 1_600
 ARGUMENTS = ("--partitions", "64", "--item-cache-bytes", "0")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dcp.wire.opcode import Opcode
-from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
 from support.raw_client import RawClient, set_all
 from support.server import DcpdProcess, command, printed
+from support.stored_bytes import PAGE_BYTES, layout_of, overwrite
 from vbucket.model.ids import vbucket_of
 
 KEYS = 2_000

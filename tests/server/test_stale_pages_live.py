@@ -20,9 +20,9 @@ from dcp.server.main import ExitCode
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.lmdb_layout import PAGE_BYTES, keys_on, layout_of
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
+from support.stored_bytes import PAGE_BYTES, keys_on, layout_of
 from vbucket.model.ids import vbucket_of
 
 KEYS = [b"key %05d " % number + b"x" * 150 for number in range(3_000)]

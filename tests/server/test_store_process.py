@@ -19,11 +19,11 @@ from dcp.server.storage.process import store_process
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError, StoreWork
 from memory.kv_env import MemoryEnv
 from memory.log_device import MemoryLogDevice
+from support.stored_bytes import pack_mutation
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError, pack_group
 from vbucket.log.segment_files import segment_path
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreFailedError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord

@@ -29,8 +29,8 @@ from dcp.server.cluster.receipt_files import FORMER_DISCARD_FOLDER, keep_cut_off
 from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from support.server import DcpdProcess
+from support.stored_bytes import pack_mutation
 from vbucket.check.finding import Kind
-from vbucket.model.entry import pack_mutation
 from vbucket.model.receipt import CutOff, ElectionLoss
 
 

@@ -14,8 +14,8 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.lmdb_layout import PAGE_BYTES, layout_of
 from support.memory_node import LmdbNode, Peer
+from support.stored_bytes import PAGE_BYTES, layout_of
 from vbucket.native import new_staged
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 

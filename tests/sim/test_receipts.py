@@ -15,7 +15,7 @@ from sim.quarantine import SUFFIX
 from sim.run import Options, Simulation
 from sim.world import MS, SECOND
 from support.forgetful_disk import ForgetfulDisk
-from vbucket.model.entry import pack_mutation
+from support.stored_bytes import pack_mutation
 from vbucket.model.receipt import CutOff
 
 OTHERS_DIE_NS = 600 * MS

@@ -38,7 +38,7 @@ from sim.scenario import Scenario
 from sim.seed_range import reports
 from sim.shrink import shrink as make_smaller
 from sim.world import MS, Host, Trace, World
-from vbucket.model.entry import pack_mutation
+from support.stored_bytes import pack_mutation
 
 NODES = 3
 

@@ -24,8 +24,8 @@ from sim.facts import (
     Scanned,
 )
 from sim.ledger import Ledger, end_of
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.engine.partition import Partition
-from vbucket.model.entry import pack_deletion, pack_mutation
 from vbucket.native.key_hashes import hash_of_document, hash_of_key
 
 A, B = 0xA, 0xB

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from clients.kv.client import KvClient
 from clients.testing.cluster import DcpCluster
 from clients.testing.process import ServerRefusedError, ServerStartError
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from tests.soak import mend
 
 PARTITIONS: Final = 64

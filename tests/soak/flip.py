@@ -25,6 +25,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from dcp.server.check.verify import page_findings
+from support.stored_bytes import pack_mutation
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import FileLogDevice
@@ -33,7 +34,6 @@ from vbucket.log.record import LogDamagedError
 from vbucket.log.recovery import recover
 from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord

@@ -27,7 +27,7 @@ from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from dcp.server.node import Node
 from support.cluster_here import ClusterHere
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from support.waiting import until_so
 from vbucket.upkeep.retention import Windows
 

@@ -10,8 +10,9 @@ from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import OpenFlag
 from dcp.wire.xattrs import pack_xattrs
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.model.datatype import compressed
-from vbucket.model.entry import PREFIX_BYTES, pack_deletion, pack_mutation
+from vbucket.model.entry import PREFIX_BYTES
 from vbucket.store.block import (
     ONLY_MUTATIONS,
     ONLY_RAW,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.model.entry import pack_deletion, pack_mutation, seqno_of
+from support.stored_bytes import pack_deletion, pack_mutation
+from vbucket.model.entry import seqno_of
 from vbucket.store.block import (
     BODY_BYTES_TARGET,
     Block,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory.kv_env import MemoryEnv
-from support.lmdb_layout import PAGE_BYTES, Table, layout_of, overwrite
+from support.stored_bytes import PAGE_BYTES, Table, layout_of, overwrite
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
     Buffer,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.lmdb_layout import layout_of, overwrite
 from support.memory_node import LmdbNode
+from support.stored_bytes import layout_of, overwrite
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.model.ids import NUM_VBUCKETS

@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 from dcp.session.replication_port import ReplicationError
 from failover.replication.messages import ENTRY_OVERHEAD_BYTES_MAX, checked_group
 from support.memory_node import MemoryNode
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges
-from vbucket.model.entry import (
-    pack_deletion,
-    pack_mutation,
-    pack_system_event,
-)
+from vbucket.model.entry import pack_system_event
 from vbucket.model.manifest import ManifestEvent
 from vbucket.native import group_run, new_staged
 from vbucket.store.environment import StoreDamagedError

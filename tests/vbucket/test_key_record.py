@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.model.entry import pack_deletion, pack_mutation, pack_system_event
+from support.stored_bytes import pack_deletion, pack_mutation
+from vbucket.model.entry import pack_system_event
 from vbucket.model.manifest import ManifestEvent, SystemEventKind
 from vbucket.store.key_record import (
     BY_KEY_RECORD,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from vbucket.native import key_tree, new_staged
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.lmdb.lmdb_file import PageFile

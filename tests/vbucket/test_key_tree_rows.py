@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keyspace_model import ModelPartition
 
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from vbucket.native import key_tree, new_staged
 from vbucket.native.key_hashes import Row, rows_of_buckets
 from vbucket.store.environment import StoreDamagedError

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory.log_device import MemoryLogDevice
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.log.device import (
     MARK_SLOTS,
     SEGMENT_HEADER,
@@ -30,7 +31,7 @@ from vbucket.log.record import (
 )
 from vbucket.log.recovery import TornTail, recover
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import pack_control, pack_deletion, pack_mutation
+from vbucket.model.entry import pack_control
 
 HEADER = SEGMENT_HEADER_BYTES
 PAYLOADS = [b"first", b"", b"the third group", b"4"]

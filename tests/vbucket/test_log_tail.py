@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from memory.log_device import MemoryLogDevice, SegmentsOf
+from support.stored_bytes import pack_deletion
 from vbucket.check.finding import Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.log.device import SEGMENT_HEADER_BYTES
@@ -16,7 +17,6 @@ from vbucket.log.end_mark import EndMark, LogEnd, read_marks
 from vbucket.log.record import RECORD_BYTES, LogDamagedError
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import pack_deletion
 
 VB = 5
 

@@ -19,10 +19,11 @@ from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from memory.kv_env import MemoryEnv
 from support.memory_node import MemoryNode
+from support.stored_bytes import pack_mutation
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET
 from vbucket.engine.mending import Mending
-from vbucket.model.entry import pack_control, pack_mutation
+from vbucket.model.entry import pack_control
 from vbucket.native import compaction_loops, new_staged
 from vbucket.store.block import Block, block_key, build_blocks, repack_blocks
 from vbucket.store.environment import KvEnv

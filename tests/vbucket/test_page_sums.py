@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.lmdb_layout import PAGE_BYTES, layout_of
+from support.stored_bytes import PAGE_BYTES, layout_of
 from vbucket.store.environment import StoreDamagedError, WriteLostError
 from vbucket.store.lmdb import lmdb_pages, sums_writer
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader

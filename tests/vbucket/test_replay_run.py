@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import LmdbNode
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.engine.engine import SET
 from vbucket.engine.recovery import replay
 from vbucket.log.record import LogDamagedError, entry_at
-from vbucket.model.entry import pack_deletion, pack_mutation
 from vbucket.model.manifest import manifest_from_json
 from vbucket.native import new_staged, replay_run
 from vbucket.store.environment import StoreDamagedError

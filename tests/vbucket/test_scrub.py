@@ -22,7 +22,7 @@ from dcp.core.store_schedule import (
     scrub_due_in_s,
     scrub_rest_s,
 )
-from support.lmdb_layout import PAGE_BYTES, layout_of, overwrite
+from support.stored_bytes import PAGE_BYTES, layout_of, overwrite, pack_mutation
 from vbucket.check.mend import (
     BIT,
     FROM_COPY,
@@ -40,7 +40,6 @@ from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
-from vbucket.model.entry import pack_mutation
 from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.block import Block, build_blocks
 from vbucket.store.environment import StoreDamagedError

@@ -152,47 +152,6 @@ def expiry_of(entry: bytes) -> int:
     return expiry
 
 
-def pack_mutation(
-    *,
-    vb_id: int,
-    key: bytes,
-    value: bytes,
-    cas: int,
-    seqno: int,
-    rev_seqno: int,
-    flags: int = 0,
-    expiry: int = 0,
-    datatype: int = 0,
-    prev_seqno: int = 0,
-    epoch: int = 0,
-) -> bytes:
-    """Return the entry of a set; `key` carries its collection-id prefix, `expiry` is absolute."""
-    body = MUTATION_EXTRAS_BYTES + len(key) + len(value)
-    head = MUTATION_ENTRY.pack(
-        prev_seqno, epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
-        vb_id, body, cas, seqno, rev_seqno, flags, expiry,
-    )  # fmt: skip
-    return head + key + value
-
-
-def pack_deletion(
-    *,
-    vb_id: int,
-    key: bytes,
-    cas: int,
-    seqno: int,
-    rev_seqno: int,
-    prev_seqno: int = 0,
-    epoch: int = 0,
-) -> bytes:
-    """Return the entry of a delete."""
-    head = DELETION_ENTRY.pack(
-        prev_seqno, epoch, 0x80, Opcode.DCP_DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
-        vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
-    )  # fmt: skip
-    return head + key
-
-
 def pack_system_event(vb_id: int, seqno: int, event: ManifestEvent, epoch: int = 0) -> bytes:
     """Return the entry of a system event; it has neither CAS nor previous version."""
     key, value = system_key(event), event.value()

@@ -10,8 +10,9 @@ from failover.replication.replica import Senders
 from failover.rules.isr import Sender
 from failover.rules.replication_record import elect, shrink
 from support.copies import Copies, groups_to, holdings, messages_to, put
+from support.stored_bytes import pack_mutation
 from vbucket.log.record import split_entries
-from vbucket.model.entry import pack_mutation, seqno_of
+from vbucket.model.entry import seqno_of
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ from failover.replication.messages import (
 from failover.replication.progress import Announcements
 from failover.rules.replication_record import shrink
 from support.copies import Copies, CopyNode, groups_to, holdings, messages_to, put
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.engine.leadership import begin_snapshot
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
-from vbucket.model.entry import pack_deletion, pack_mutation, prev_seqno_of, vb_id_of
+from vbucket.model.entry import prev_seqno_of, vb_id_of
 from vbucket.native import new_staged
 
 

@@ -47,9 +47,9 @@ from failover.replication.messages import (
     unpack_ack,
     unpack_rollback,
 )
+from support.stored_bytes import pack_mutation
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
-from vbucket.model.entry import pack_mutation
 
 EPOCH = 2
 GREETING = Greeting(FORMAT, "test", "r", 1, "m")

@@ -34,14 +34,13 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.rules.history import EPOCH_MAX, FailoverLog, Version
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.model.entry import (
     CONTROL_ENTRY,
     LOG_CONTROL,
     OPCODE_AT,
     PREFIX_BYTES,
     pack_control,
-    pack_deletion,
-    pack_mutation,
     pack_system_event,
 )
 from vbucket.model.ids import SEQNO_MAX

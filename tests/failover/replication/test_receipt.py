@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.cli.dcpctl import run
+from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.model.datatype import SNAPPY
-from vbucket.model.entry import pack_deletion, pack_mutation, pack_system_event
+from vbucket.model.entry import pack_system_event
 from vbucket.model.manifest import ManifestEvent, SystemEventKind, encode_leb128
 from vbucket.model.receipt import (
     RECEIPT_KEYS_MAX,

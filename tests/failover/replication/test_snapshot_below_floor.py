@@ -17,9 +17,10 @@ from failover.replication.messages import (
     unpack_control_entry,
 )
 from support.replica_pair import REPLICA, VB, ReplicaPair
+from support.stored_bytes import pack_mutation
 from vbucket.engine.leadership import begin_snapshot
 from vbucket.model.control import SnapshotWindow
-from vbucket.model.entry import pack_control, pack_mutation
+from vbucket.model.entry import pack_control
 from vbucket.store.records import put_partition
 
 

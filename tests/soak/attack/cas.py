@@ -33,12 +33,13 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
+from support.stored_bytes import pack_deletion, pack_mutation
 from tests.soak.attack.case import AttackedServer, Case, Fault
 from tests.soak.attack.commands import dcpctl
 from tests.soak.attack.probe import Watched
 from tests.soak.attack.streams import PRODUCER
 from tests.soak.attack.truth import get_all, keys_in, receive, some_of, words_of
-from vbucket.model.entry import PREFIX_BYTES, pack_deletion, pack_mutation
+from vbucket.model.entry import PREFIX_BYTES
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 CASES_PER_SERVER: Final = 6

@@ -1,10 +1,22 @@
-"""The layout of an LMDB file, derived from its bytes alone: which page holds what."""
+"""Bytes as they are stored: the layout of an LMDB file (which page holds what), derived from its
+bytes alone, and entries of changes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import unpack_from
+
+from dcp.wire.opcode import Opcode
+from vbucket.model.entry import (
+    DELETION_ENTRY,
+    DELETION_EXTRAS_BYTES,
+    MUTATION_ENTRY,
+    MUTATION_EXTRAS,
+    MUTATION_EXTRAS_BYTES,
+    MUTATION_FORM,
+)
 
 PAGE_BYTES = 4096
 BRANCH, LEAF = 1, 2
@@ -89,3 +101,44 @@ def overwrite(store: Path, page: int, what: str) -> None:
     new = {"zeros": bytes(PAGE_BYTES), "ones": b"\xff" * PAGE_BYTES, "other": before}[what]
     data[start : start + PAGE_BYTES] = new
     path.write_bytes(data)
+
+
+def pack_mutation(
+    *,
+    vb_id: int,
+    key: bytes,
+    value: bytes,
+    cas: int,
+    seqno: int,
+    rev_seqno: int,
+    flags: int = 0,
+    expiry: int = 0,
+    datatype: int = 0,
+    prev_seqno: int = 0,
+    epoch: int = 0,
+) -> bytes:
+    """Return the entry of a set; `key` carries its collection-id prefix, `expiry` is absolute."""
+    body = MUTATION_EXTRAS_BYTES + len(key) + len(value)
+    head = MUTATION_ENTRY.pack(
+        prev_seqno, epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
+        vb_id, body, cas, seqno, rev_seqno, flags, expiry,
+    )  # fmt: skip
+    return head + key + value
+
+
+def pack_deletion(
+    *,
+    vb_id: int,
+    key: bytes,
+    cas: int,
+    seqno: int,
+    rev_seqno: int,
+    prev_seqno: int = 0,
+    epoch: int = 0,
+) -> bytes:
+    """Return the entry of a delete."""
+    head = DELETION_ENTRY.pack(
+        prev_seqno, epoch, 0x80, Opcode.DCP_DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+        vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
+    )  # fmt: skip
+    return head + key
