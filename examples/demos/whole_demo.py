@@ -37,7 +37,7 @@ from flight_data import DataError, packaged_csv, read_flights
 from benchmarks.differences import lose_place
 from dcpd import Consumer, DcpdError, KvClient, Mirror, Rollback
 from dcpd.testing import DcpCluster, DcpServer
-from tests.support.lmdb_layout import PAGE_BYTES, layout_of
+from tests.support.stored_bytes import PAGE_BYTES, layout_of
 
 BATCH: Final = 5_000
 PASS_DAMAGES: Final = 20

@@ -41,7 +41,8 @@ def sources(record: ReplicationRecord, member: str) -> list[str]:
     """Return the other copies of a partition in the order in which a member asks them: the
     master's first, then those in sync.
     """
-    order = dict.fromkeys((record.master, *record.isr, *record.copies))
+    in_sync = [copy for copy in record.copies if copy in record.isr]
+    order = dict.fromkeys((record.master, *in_sync, *record.copies))
     return [each for each in order if each is not None and each != member]
 
 

@@ -213,4 +213,4 @@ class ReplicatedChanges:
 
     def forget(self, vb_id: int) -> None:
         """A partition is cut back: nothing of before counts any more."""
-        self._presumed.presumed.pop(vb_id, None)
+        self._presumed.forget(vb_id)

@@ -9,15 +9,20 @@ Who calls it: `vbucket.engine.recovery.replay` and `vbucket.engine.replicated`.
 
 Invariants
 - a key is added at most once between two calls of `settle`, and what the store has of it does not
-  change between: a key of the frozen layer, which a merge brings into the store, is not added;
+  change between: a key of the frozen layer, which a merge brings into the store, is not added.
+  Where it has, because `settle` met damage before a merge, the partition is counted anew;
 - `settle` comes before anything that reads the counts or changes what counts (branch, manifest).
 """
 
 from __future__ import annotations
 
-from vbucket.engine.keyspace import Keyspace
+from collections import Counter
+
+from vbucket.engine.keyspace import MUTATION, Keyspace
 from vbucket.engine.partition import Partition
-from vbucket.model.entry import is_deleted
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import OPCODE_AT, is_deleted
+from vbucket.model.manifest import DEFAULT_COLLECTION, collection_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 
@@ -31,6 +36,8 @@ class DeferredLookups:
         self.presumed: dict[int, list[bytes]] = {}
         """Partition -> keys that were presumed documents. It is always the same dictionary:
         loops in C add to it, too."""
+        self._failed: dict[int, int] = {}
+        """Partition that `settle` could not read -> up to which seqno it was merged then."""
 
     def was_document(self, part: Partition, key: bytes, prev_seqno: int) -> bool:
         """Return whether a key was a document before a change that replaces `prev_seqno`.
@@ -55,14 +62,45 @@ class DeferredLookups:
         """
         damage: StoreDamagedError | None = None
         for vb_id, keys in tuple(self.presumed.items()):
-            keys.sort()
+            part = self._keyspace.partitions[vb_id]
             try:
-                without = self._store.keys_without_document(vb_id, keys)
+                if self._failed.get(vb_id, part.merged_seqno) != part.merged_seqno:
+                    self._count_anew(part)
+                else:
+                    keys.sort()
+                    for key in self._store.keys_without_document(vb_id, keys):
+                        self._keyspace.count(part, key, 1)
             except StoreDamagedError as error:
+                self._failed.setdefault(vb_id, part.merged_seqno)
                 damage = error
                 continue
             del self.presumed[vb_id]
-            for key in without:
-                self._keyspace.count(self._keyspace.partitions[vb_id], key, 1)
+            self._failed.pop(vb_id, None)
         if damage is not None:
             raise damage
+
+    def forget(self, vb_id: int) -> None:
+        """A partition is cut back: nothing of before counts any more."""
+        self.presumed.pop(vb_id, None)
+        self._failed.pop(vb_id, None)
+
+    def _count_anew(self, part: Partition) -> None:
+        """Count from what the last merge has counted, and what is in memory. Raises
+        StoreDamagedError before anything is changed.
+        """
+        record = self._store.partition(part.vb_id)
+        assert record is not None, "it was merged"
+        newest = {} if part.frozen is None else dict(part.frozen.newest)
+        newest |= part.newest
+        keys = sorted(newest)
+        without = set(self._store.keys_without_document(part.vb_id, keys))
+        stored = CollectionCounts(record.tally)
+        more = Counter({cid: documents for cid, (_, documents) in stored.collections.items()})
+        more[DEFAULT_COLLECTION] = record.item_count - stored.documents
+        for key in keys:
+            entry = newest[key]
+            is_document = bool(entry) and entry[OPCODE_AT] == MUTATION
+            more[collection_of(key)] += is_document - (key not in without)
+        for collection_id, numbers in part.tally.collections.items():
+            numbers[1] = more[collection_id]
+        part.item_count = more[DEFAULT_COLLECTION] + part.tally.documents
