@@ -82,7 +82,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "copies find their differences by hashes": Feature(11, 2044),
     "a mirror's file keeps hashes": Feature(0, 140),
     "a restore sends what differs by its hashes": Feature(1, 140),
-    "damage is found and mended, also from copies and backups": Feature(12, 2500),
+    "damage is found and mended, also from copies and backups": Feature(12, 2540),
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),

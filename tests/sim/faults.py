@@ -508,6 +508,8 @@ def cold_damage(faults: Faults) -> Mend | None:
     world = faults.world
     if machine is None or not isinstance(machine.env, TwinEnv):
         return None
+    if not faults.stage.plan.scrub_ns:
+        return None  # nobody would find it
     if machine.node is None or len(_damaged(machine)) >= DAMAGED_MAX:
         return None
     table = PAGED[world.below(len(PAGED))]

@@ -17,7 +17,7 @@ from sim.run import Options, replay_command, run_seed
 from vbucket.engine.partition import VbState
 
 SEEDS = 16
-OPTIONS = Options(nodes=3, changes=(("from_replicas", "1"),))
+OPTIONS = Options(nodes=3, changes=(("from_replicas", "1"), ("scrub_ns", "0")))
 SLOW_SEED, SLOW_BYTES_PER_S = 1, 300
 OFTEN_PURGED = (("compact_share", "1.0"), ("memtable_bytes", "2048"), ("pump_bytes", "1"))
 

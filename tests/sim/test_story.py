@@ -57,7 +57,7 @@ def flat(page: str) -> str:
     ("bug", "seed", "sentence"),
     [
         ("hw-counts-received", 1, "on the disk of every member of the in-sync set"),
-        ("shrink-counts-early", 52, "DOES NOT WAIT for n2, n3, which its record has"),
+        ("shrink-counts-early", 1, "DOES NOT WAIT for n2, which its record has"),
         ("promoted-at-once", 45, "it must not answer for"),
         ("applied-not-mine", 17, "NOT_MY_VBUCKET promises that nothing was done there"),
         ("deposed-keeps-streams", 7, "ends its streams"),

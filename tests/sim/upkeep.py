@@ -100,6 +100,8 @@ class Upkeep:
                 mend=node.mend_partition,
             )
         except StoreDamagedError as error:
+            if not self._plan.scrub_ns:
+                raise  # nobody damages stores in this run
             node.after_merge(before, {-1: str(error)})
             return
         if not node.after_merge(before, report.quarantined):
@@ -157,6 +159,7 @@ class Upkeep:
         if floors := self._floors.committed():
             vb_ids = sorted(floors)
             report = self._compactor.run(self._env, vb_ids, lambda: True, floors=floors)
+            assert self._plan.scrub_ns or not report.damages, report.damages
             for damaged, _ in report.damages:
                 node.met(damaged)
             node.store.refresh()
