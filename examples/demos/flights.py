@@ -29,10 +29,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flight_data import DataError, Flight, packaged_csv, read_flights
 from processes import ProcessFailedError, ReplicaProcess, ServerProcess
@@ -300,6 +300,19 @@ def summary_text(summary: Summary, time_s: float) -> str:
     return "\n".join((title, *(f"  {k:<14}{v}" for k, v in rows), *problems))
 
 
+async def until_sigterm(work: Coroutine[Any, Any, Summary]) -> Summary:
+    """Do the work. SIGTERM cancels it, so that it ends what it has started, and then the program.
+    An exception out of a signal's handler could come anywhere in the loop.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code: 0 only if all is equal."""
     parser = argparse.ArgumentParser(description="Flights, crashes and a rollback, end to end.")
@@ -318,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Progress(*columns, console=console, redirect_stdout=False) as progress:
             say(progress, "reading the flights")
             flights = read_flights(options.csv or packaged_csv())[: options.rows]
-            summary = asyncio.run(run_demo(flights, folder, progress))
+            summary = asyncio.run(until_sigterm(run_demo(flights, folder, progress)))
     except FAILURES as error:
         print(f"flights: {error}", file=sys.stderr)
         return 1
@@ -334,6 +347,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # SIGTERM raises an exception, like Ctrl-C, so that started processes are ended too.
+    # Before the loop runs, SIGTERM raises an exception, like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

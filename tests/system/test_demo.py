@@ -107,13 +107,17 @@ def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(), env={"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
     ) as demo:
-        assert demo.stderr is not None
-        for line in demo.stderr:
-            if "the replica follows" in line:
-                break
-        started = children_of(demo.pid)
-        demo.send_signal(signal.SIGTERM)
-        demo.stderr.read()
+        try:
+            assert demo.stderr is not None
+            for line in demo.stderr:
+                if "the replica follows" in line:
+                    break
+            started = children_of(demo.pid)
+            demo.send_signal(signal.SIGTERM)
+            demo.stderr.read()
+            demo.wait()
+        finally:
+            demo.kill()  # or a demo that hangs would be waited for without end
     assert demo.returncode == 128 + signal.SIGTERM
     assert len(started) >= 2, "dcpd and the replica"
     assert not [pid for pid in started if is_alive(pid)]
