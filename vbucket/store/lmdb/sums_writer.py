@@ -31,7 +31,6 @@ from vbucket.store.lmdb.lmdb_pages import (
 )
 from vbucket.store.lmdb.page_sums import (
     ENTRIES_AT,
-    LAG_MAX,
     SUMS_FILE_NAME,
     SUMS_HEADER,
     SUMS_MAGIC,
@@ -347,8 +346,10 @@ def _that_may_be_from(damaged: _Damaged, part: Changed, numbers: list[int]) -> I
 
 
 def put_header_back(folder: Path, state: Meta) -> bool:
-    """Write the header of the file again if it is damaged, and the checksums prove that they are
-    those of this state, the newest one; return whether it was so. Raises OSError.
+    """Write the header of the file again if its first bytes are damaged, and the checksums prove
+    that they are those of this state, the newest one; return whether it was so. Raises OSError.
+
+    A header that only has another transaction is left: then the data file may be an older one.
     """
     path = folder / SUMS_FILE_NAME
     header = SUMS_HEADER.pack(SUMS_MAGIC, state.transaction)
@@ -356,9 +357,8 @@ def put_header_back(folder: Path, state: Meta) -> bool:
         raw = path.read_bytes()
     except FileNotFoundError:
         return False
-    magic, transaction = SUMS_HEADER.unpack_from(raw.ljust(SUMS_HEADER.size, b"\0"))
-    lag = state.transaction - transaction
-    if len(raw) <= SUMS_HEADER.size or (magic == SUMS_MAGIC and 0 <= lag <= LAG_MAX):
+    magic, _ = SUMS_HEADER.unpack_from(raw.ljust(SUMS_HEADER.size, b"\0"))
+    if len(raw) <= SUMS_HEADER.size or magic == SUMS_MAGIC:
         return False
     with path.with_name("data.mdb").open("rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
