@@ -158,8 +158,7 @@ class Simulation:
         ]  # fmt: skip
         self._probers = [
             Prober(
-                self.network, f"p{number}", plan, self.facts, self._cluster.routing(),
-                self.machines,
+                network, f"p{number}", plan, self.facts, self._cluster.routing(), self.machines
             )
             for number in range(1, plan.probers + 1)
         ]  # fmt: skip
