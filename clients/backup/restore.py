@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress, count
 from struct import Struct
 from typing import Final, NamedTuple
@@ -28,7 +28,7 @@ from clients.backup.archives.archive import Archive
 from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import Point
-from clients.backup.present import Present
+from clients.backup.present import HEAD_BYTES, Present
 from clients.backup.reading import Damage, Findings, PointReader, View
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
 from clients.backup.restore_load import (
@@ -49,6 +49,8 @@ from clients.link.topology import Place
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.model.entry import key_in_frame
+from vbucket.native.key_hashes import Row
 
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
@@ -116,6 +118,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.deletions = self.value_bytes = self.partitions = 0
+        self.equal = 0
+        """Documents and deletions that were not sent, because the server has them."""
         self.by_source: Counter[bytes] = Counter()
         """Documents by their collection id in the archive."""
         self.findings = Findings()
@@ -202,15 +206,12 @@ class Restore:
         writer = RestoreWriter(dials, self._options, retry_pause_s=self._retry_pause_s)
         sample = KeptSample()
         present = await self._present(address) if is_same_number else None
-        equal = 0
         try:
             for view in self._views():
                 loads = self._loads(view)
                 if present is not None and await present.ask(view.vb_id):
-                    frames = list(self._frames(view))
-                    lacking = present.lacking(view.vb_id, frames)
-                    equal += len(frames) - len(lacking)
-                    loads = loads_of(view.vb_id, lacking)
+                    lacking = present.lacking(view.vb_id, self._rows(view))
+                    loads = loads_of(view.vb_id, self._frames(view, lacking))
                 for load in loads:
                     for placed in (load,) if is_same_number else by_key(load, num_vbuckets):
                         sample.take(placed)
@@ -224,7 +225,7 @@ class Restore:
             status: (count, writer.examples[status]) for status, count in writer.refused.items()
         }
         plan = self._counts.plan(self.runs, self._names, self._broken)
-        kept = writer.kept_newer + equal
+        kept = writer.kept_newer + self._counts.equal
         written = plan.documents + plan.deletions - kept
         written -= sum(writer.refused.values())
         newer = None
@@ -232,7 +233,7 @@ class Restore:
             newer = await newer_on_server(dials, sample.kept)
         return RestoreReport(
             plan, written, kept, writer.replaced_cas,
-            refused, created, time.monotonic() - began_s, newer, equal,
+            refused, created, time.monotonic() - began_s, newer, self._counts.equal,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------
@@ -286,14 +287,27 @@ class Restore:
         targets = set(self._prefixes.values())
         if self._options or self._prefix or len(targets) != len(self._prefixes):
             return None
-        ids = [split_key(prefix + b"k")[0] for prefix in targets]
-        return Present(await HashReader.open(address, HASHES_S), ids, self._vb_ids)
+        return Present(await HashReader.open(address, HASHES_S), targets, self._vb_ids)
 
-    def _frames(self, view: View) -> Iterator[bytes]:
+    def _rows(self, view: View) -> Iterator[tuple[bytes, Row]]:
+        """Yield the selected changes of a partition, as `Present.lacking` takes them."""
+        for data, start, _ in self._reader.frames(view):
+            found = self._place_of(data, start)
+            if found is not None:
+                _, target, name_at, key_end = found
+                row = target + data[name_at:key_end], data[start : start + HEAD_BYTES]
+                yield target, row
+
+    def _frames(self, view: View, wanted: Collection[bytes]) -> Iterator[bytes]:
+        """Yield the frames of these keys, as the target gets them; count all."""
         for data, start, stop in self._reader.frames(view):
             frame = self._frame(data, start, stop)
-            if frame is not None:
+            if frame is None:
+                continue
+            if key_in_frame(frame) in wanted:
                 yield frame
+            else:
+                self._counts.equal += 1
 
     def _loads(self, view: View) -> Iterator[Load]:
         loader = Loader(view.vb_id)
@@ -334,27 +348,36 @@ class Restore:
 
     def _frame(self, data: bytes, start: int, stop: int) -> bytes | None:
         """Return a stored frame with the target's collection id; None if it is not selected."""
-        opcode, key_len, extras_len = _KIND.unpack_from(data, start)
-        key_at = start + HEADER_BYTES + extras_len
-        source = _collection_id_of(data, key_at)
-        target = self._prefixes.get(source)
-        name_at = key_at + len(source)
-        if target is None or not data.startswith(self._prefix, name_at):
+        found = self._place_of(data, start)
+        if found is None:
             return None
-        counts = self._counts
+        source, target, name_at, key_end = found
+        opcode, counts = data[start + 1], self._counts
         if opcode == _MUTATION:
             counts.by_source[source] += 1
-            counts.value_bytes += stop - key_at - key_len
+            counts.value_bytes += stop - key_end
         else:
             counts.deletions += 1
         if target == source:
             return data[start:stop]
-        more = len(target) - len(source)
-        sizes = ((key_len + more).to_bytes(2, "big"), (stop - start - HEADER_BYTES + more))
+        more, key_at = len(target) - len(source), name_at - len(source)
+        sizes = (key_end - key_at + more).to_bytes(2, "big"), stop - start - HEADER_BYTES + more
         return b"".join((
             data[start : start + 2], sizes[0], data[start + 4 : start + 8],
             sizes[1].to_bytes(4, "big"), data[start + 12 : key_at], target, data[name_at:stop],
         ))  # fmt: skip
+
+    def _place_of(self, data: bytes, start: int) -> tuple[bytes, bytes, int, int] | None:
+        """Return the collection's id in a stored frame and in the target, where the name begins,
+        and where the key ends; None: it is not selected.
+        """
+        _, key_len, extras_len = _KIND.unpack_from(data, start)
+        key_at = start + HEADER_BYTES + extras_len
+        source = _collection_id_of(data, key_at)
+        target, name_at = self._prefixes.get(source), key_at + len(source)
+        if target is None or not data.startswith(self._prefix, name_at):
+            return None
+        return source, target, name_at, key_at + key_len
 
 
 def _collection_id_of(data: bytes, key_at: int) -> bytes:

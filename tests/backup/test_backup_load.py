@@ -29,6 +29,8 @@ from clients.backup.restore_load import (
 from clients.backup.run import PUSH_FEATURES, Backup
 from clients.backup.selection import Selection
 from clients.cli.dcpctl import run
+from clients.errors import TemporaryError
+from clients.kv.hash_reads import HashReader
 from clients.link.blocking_link import SyncLink
 from clients.link.dials import Dials
 from dcp.wire.frame import HEADER_BYTES, pack_request
@@ -216,6 +218,25 @@ def test_what_the_server_has_by_its_hashes_is_not_sent(source, tmp_path, sent):
         for vb_id, frames in before.items():
             missing = set(map(content, frames)) - set(map(content, after[vb_id]))
             assert len(missing) == (vb_id == 4), "only the key that is newer on the server"
+
+
+def test_hashes_that_are_not_told_are_no_hindrance(source, tmp_path, sent, monkeypatch):
+    """The server tells those of the first collection, and not of the second."""
+    read, asked = HashReader.hashes, []
+
+    async def hashes(reader, vb_ids, bits):
+        asked.append(reader.collection_id)
+        if len(asked) % 2 == 0:
+            raise TemporaryError("not now")
+        return await read(reader, vb_ids, bits)
+
+    monkeypatch.setattr(HashReader, "hashes", hashes)
+    with DcpdProcess(tmp_path / "data") as server:
+        ctl(server, "collection", "create", "shop.orders")
+        first = restore(server, source)
+        again = restore(server, source)
+    assert set(asked) == {0, 8}
+    assert (again.written, again.kept_newer, again.equal) == (0, first.written, 0)
 
 
 def content(frame):
