@@ -152,7 +152,7 @@ class MemoryEnv:
         self._map_bytes *= 2
         return True
 
-    def mend(self) -> list[str]:
+    def mend(self, *, is_whole: bool = True) -> list[str]:
         """See KvEnv."""
         return []
 

@@ -201,6 +201,23 @@ def test_the_process_that_writes_puts_checksums_back(tmp_path: Path, at: int | N
     env.close()
 
 
+def test_what_is_written_is_known_without_reading_it_again(tmp_path: Path) -> None:
+    """A commit learns no checksum that the file has got wrong meanwhile."""
+    folder = tmp_path / "store"
+    env = filled(folder)
+    env.keep_rows(())
+    path = folder / SUMS_FILE_NAME
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-64] + b"\xff" * 64)  # of pages that are not there yet
+    change(env, [("by_key", b"a", 20)], 9)
+    assert env.mend(is_whole=False) == [], "its header is right"
+    assert env.mend() == [SUMS_FILE_NAME]
+    assert path.read_bytes()[-64:] == sound[-64:]
+    assert env.mend() == []
+    env.close()
+    assert checked_rows(folder)
+
+
 @pytest.mark.parametrize("damage", [b"dcpdsum2", b""])
 def test_a_start_puts_the_header_of_the_checksums_back(tmp_path: Path, damage: bytes) -> None:
     """If all checksums are those of the newest state; else it is an older one, or an older file."""

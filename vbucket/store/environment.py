@@ -162,10 +162,11 @@ class KvEnv(Protocol):
         No transaction and no snapshot of this process may be open.
         """
 
-    def mend(self) -> list[str]:
+    def mend(self, *, is_whole: bool = True) -> list[str]:
         """Put back what is damaged of the database's own pages and files, as far as this process
-        knows what they held; return what was mended since the last call. Only the process that
-        writes calls it, without a transaction. Raises StoreFailedError.
+        knows what they held; return what was mended since the last call. Without `is_whole` only
+        what takes some microseconds is looked at. Only the process that writes calls it, without a
+        transaction. Raises StoreFailedError.
         """
 
     def used_bytes(self, tables: Collection[str] | None = None) -> int:

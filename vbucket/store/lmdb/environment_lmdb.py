@@ -468,17 +468,19 @@ class LmdbEnv:
 
         Raises OSError, StoreFailedError.
         """
-        self._look()
+        self._look(is_whole=False)
         state = self._file.newest()
-        known = self._file.sums.transaction
+        known = self._sums.by_heart.transaction
+        if known is None:
+            known = self._file.sums.transaction
         if known != state.transaction:
             self._follow(self._file.before(state) if known else None, state)
         return state
 
-    def mend(self) -> list[str]:
+    def mend(self, *, is_whole: bool = True) -> list[str]:
         """See KvEnv."""
         try:
-            self._look()
+            self._look(is_whole=is_whole)
         except OSError as error:
             raise StoreFailedError(
                 f"{self._folder}: what is damaged there cannot be put back: {error}"
@@ -491,12 +493,14 @@ class LmdbEnv:
         """The checksums of pages, since `keep_rows`: who writes one there takes note of it here."""
         return self._sums.by_heart
 
-    def _look(self) -> None:
-        """Put damaged meta pages and checksums back. Raises OSError."""
+    def _look(self, *, is_whole: bool) -> None:
+        """Put damaged meta pages and checksums back; without `is_whole` of these only if their
+        header is damaged. Raises OSError.
+        """
         alone = self._writes_alone
         slots = self._metas.put_back() if alone else self._metas.learn()
         self._mended += map(_META_PAGE.format, slots)
-        if alone and self._sums.put_back():
+        if alone and self._sums.put_back(is_whole=is_whole):
             self._mended.append(SUMS_FILE_NAME)
 
     def _mend_at_start(self) -> None:

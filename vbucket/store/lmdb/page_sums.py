@@ -42,14 +42,32 @@ SUMS_MAGIC: Final = b"dcpdsum1"
 SUMS_HEADER: Final = Struct("=8sQ")
 ENTRIES_AT: Final = SUMS_HEADER.size // 4
 """Words before that of page 0."""
+BY_HEART_BYTES_MAX: Final = 16 << 20
+"""The checksums of 16 GiB of pages."""
 _transaction_in: Final = Struct("=Q").unpack_from
 
 
 class KnownSums:
-    """What the only process that writes knows of the file by heart, for as long as it is small."""
+    """What the only process that writes knows of the file by heart, for as long as it is small: it
+    has read it once, and then notes what it writes there.
+    """
 
     def __init__(self) -> None:
         self.content: bytearray | None = None
+
+    @property
+    def transaction(self) -> int | None:
+        """The transaction in the header; None: nothing is known."""
+        return None if self.content is None else int(_transaction_in(self.content, 8)[0])
+
+    def words(self, size_bytes: int) -> memoryview | None:
+        """Return the words of a file of this size, to be released; None: nothing is known."""
+        content = self.content
+        if content is None or size_bytes > BY_HEART_BYTES_MAX:
+            self.content = None
+            return None
+        content.extend(bytes(max(0, size_bytes - len(content))))
+        return memoryview(content).cast("I")
 
     def put(self, number: int, crc: int) -> None:
         """Take note of the checksum of a page."""

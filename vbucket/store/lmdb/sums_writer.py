@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from vbucket.store.lmdb.lmdb_pages import (
     tree_of,
 )
 from vbucket.store.lmdb.page_sums import (
+    BY_HEART_BYTES_MAX,
     ENTRIES_AT,
     SUMS_FILE_NAME,
     SUMS_HEADER,
@@ -40,8 +40,6 @@ from vbucket.store.lmdb.page_sums import (
 
 _GROWTH_BYTES: Final = 1 << 16
 """The file grows by so much at a time: the checksums of 64 MiB of pages."""
-BY_HEART_BYTES_MAX: Final = 16 << 20
-"""The checksums of 16 GiB of pages."""
 _WRONG: Final = 0xFFFFFFFF
 """Changes a checksum into one that its page does not have."""
 _U64: Final = Struct("=Q").unpack_from
@@ -89,7 +87,6 @@ class SumsWriter:
         self._fd = -1
         self._map: mmap.mmap | None = None
         self.by_heart = KnownSums()
-        self._has_by_heart = False
 
     def follow(self, view: memoryview, before: Meta | None, after: Meta) -> list[str]:
         """Write the checksums of the pages that `after` has and `before` has not; None: of all.
@@ -100,8 +97,11 @@ class SumsWriter:
         new, gone = compare.states(before, after)
         last_page = max(after.last_page, 0 if before is None else before.last_page)
         entries = self._room(last_page)
+        assert self._map is not None
+        heart = self.by_heart.words(len(self._map))
+        known = entries if heart is None else heart
         damaged = [
-            each for part in gone for each in _damaged(compare, part, entries, last_page)
+            each for part in gone for each in _damaged(compare, part, known, last_page)
         ]  # fmt: skip
         highest: dict[str, int] = {}
         for part in new:
@@ -109,38 +109,46 @@ class SumsWriter:
         for part in new:
             numbers = [number for number in part.pages if number <= last_page]
             for number, crc in zip(numbers, compare.sums(part, numbers), strict=True):
-                entries[ENTRIES_AT + number] = crc
+                entries[ENTRIES_AT + number] = known[ENTRIES_AT + number] = crc
             for each in damaged:
                 if part.table == each.table and part.height == min(
                     each.height, highest[part.table]
                 ):
                     for number in _that_may_be_from(each, part, numbers):
-                        entries[ENTRIES_AT + number] ^= _WRONG
+                        known[ENTRIES_AT + number] ^= _WRONG
+                        entries[ENTRIES_AT + number] = known[ENTRIES_AT + number]
         entries.release()
-        assert self._map is not None
+        if heart is not None:
+            heart.release()
         self._map.flush()
-        self._map[8:16] = after.transaction.to_bytes(8, sys.byteorder)
-        if self._has_by_heart:
-            self.learn()
+        header = SUMS_HEADER.pack(SUMS_MAGIC, after.transaction)
+        self._map[8:16] = header[8:]
+        if self.by_heart.content is not None:
+            self.by_heart.content[: len(header)] = header
         return sorted({each.table for each in damaged})
 
     def learn(self) -> None:
         """Know the file by heart from now on. No other process may write it."""
-        self._has_by_heart = True
         with suppress(FileNotFoundError):
-            is_small = self._path.stat().st_size <= BY_HEART_BYTES_MAX
-            self.by_heart.content = bytearray(self._path.read_bytes()) if is_small else None
+            size = self._path.stat().st_size & ~3
+            if SUMS_HEADER.size <= size <= BY_HEART_BYTES_MAX:
+                self.by_heart.content = bytearray(self._path.read_bytes()[:size])
 
-    def put_back(self) -> bool:
-        """Make the file what is known of it; return whether it was not. Raises OSError."""
+    def put_back(self, *, is_whole: bool) -> bool:
+        """Make the file what is known of it; return whether it was not. Without `is_whole` only its
+        header is compared, which costs nothing. Raises OSError.
+        """
         content = self.by_heart.content
+        if content is None:
+            return False
+        size = len(content) if is_whole else SUMS_HEADER.size
         try:
-            if content is None or self._path.read_bytes()[: len(content)] == content:
-                return False
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # the next start makes it anew
             return False
-        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
+            if os.pread(fd, size, 0) == content[:size]:
+                return False
             os.pwrite(fd, content, 0)  # in place: others have mapped it
             os.fdatasync(fd)
         finally:

@@ -410,7 +410,7 @@ class StoreWork:
         """
         operation = OPERATIONS[request["op"]]
         try:
-            self._scrub.put_back(self._env.mend())
+            self._scrub.put_back(self._env.mend(is_whole=request["op"] in _COMPARING))
             result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
             return _refusal(request, error)
@@ -498,6 +498,9 @@ class StoreWork:
         return self._env.used_bytes()
 
 
+_COMPARING: Final = frozenset({"merge", "failover", "compact", "load", "scrub", "put_versions"})
+"""Operations before which all checksums of pages are looked at: those that would lose a write, or
+mend a page that is right, by a checksum that is wrong."""
 OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "merge": StoreWork.merge,
     "failover": StoreWork.set_failovers,
