@@ -303,6 +303,14 @@ def names_of(view: ClusterView, members: frozenset[str]) -> str:
     return ", ".join(sorted(name_of(view, member) for member in members))
 
 
+def older_collections_text(view: ClusterView, members: frozenset[str]) -> str:
+    """Say who has a newer list of collections in force than the store has."""
+    return (
+        "the metadata store has an older list of collections than is in force on node "
+        f"{names_of(view, members)}: it went back to a copy"
+    )
+
+
 def _have(members: frozenset[str]) -> str:
     return "has" if len(members) == 1 else "have"
 

@@ -502,7 +502,9 @@ class ReplicationCore:
                 self._hub.fenced(vb_id)
 
     def take_damages(self) -> list[int]:
-        """Return the partitions in which replication met damaged data since the last call."""
+        """Return the partitions in which replication met damaged data since the last call, and
+        those that wait to be mended before they are served.
+        """
         damages = sorted(self._changes.damages | self.master.serving.unreadable.keys())
         self._changes.damages.clear()
         return damages

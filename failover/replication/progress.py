@@ -186,7 +186,9 @@ class Progress:
                     "continue; check the disk and restore a backup",
                     part.vb_id,
                 )
-            changes = [each for each in found if seqno_of(each) not in left_out]
+            changes = found
+            if left_out:
+                changes = [each for each in found if seqno_of(each) not in left_out]
             self.next = first_seqno = last_seqno + 1
         return [*entries, *changes, *self._end_snapshot(part)]
 

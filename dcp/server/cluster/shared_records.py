@@ -50,7 +50,11 @@ from failover.coordinator.records import (
     UsersRecord,
     encode_record,
 )
-from failover.coordinator.seen_records import META_RESTORE, knows_newer_collections, names_of
+from failover.coordinator.seen_records import (
+    META_RESTORE,
+    knows_newer_collections,
+    older_collections_text,
+)
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     KeyValue,
@@ -254,9 +258,8 @@ class SharedManifest:
         if not knowing:
             return ""
         return (
-            "the metadata store has an older list of collections than is in force on node "
-            f"{names_of(self._view, knowing)}: it went back to a copy. `{META_RESTORE}` records "
-            "the newest list again; collections can change after that"
+            f"{older_collections_text(self._view, knowing)}. `{META_RESTORE}` records the newest "
+            "list again; collections can change after that"
         )
 
     async def _until_seen(self, uid: int) -> None:

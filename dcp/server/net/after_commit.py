@@ -73,7 +73,7 @@ class AfterCommit(LogEvents):
             self._commits.committed()
         pressure = self._backpressure
         if pressure.keyspace.is_overfull is (pressure.pressure is Pressure.ROOM):
-            pressure.update()
+            pressure.update()  # else it would change nothing, and most groups change nothing
         self._connections.release()
 
     def rotated(self, _segment: int) -> None:

@@ -36,7 +36,7 @@ from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.seen_records import (
     META_RESTORE,
     knows_newer_collections,
-    names_of,
+    older_collections_text,
     older_records,
     older_text,
     reports_in,
@@ -134,9 +134,8 @@ def _age_problems(view: ClusterView, own: OwnTroubles) -> Iterator[_Problem]:
         )
     if not own.is_store_emptied and (newer := knows_newer_collections(view)):
         yield _Problem(
-            "the metadata store has an older list of collections than is in force on node "
-            f"{names_of(view, newer)}: it went back to a copy. Other nodes may not serve what they "
-            "become master of",
+            f"{older_collections_text(view, newer)}. Other nodes may not serve what they become "
+            "master of",
             f"`{META_RESTORE}` records the newest list again",
         )
 

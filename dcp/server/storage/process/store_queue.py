@@ -154,14 +154,16 @@ class StoreQueue:
         """Return what `refresh` returns, which moves to the newest state of the store. If a meta
         page is damaged, the store process has to put it back first, as it does before each request.
         """
+        pause_s = self._pause_s
         while True:
             try:
                 return refresh()
             except StoreDamagedError as error:
                 self._log.warning("newest state of the store not read", reason=str(error))
-                with contextlib.suppress(*FAILURES):
-                    await self.do(work, lambda process: process.used_bytes())
-                await asyncio.sleep(self._pause_s)
+            with contextlib.suppress(*FAILURES):
+                await self.do(work, lambda process: process.used_bytes())
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     async def do_in_slices(self, work: Work, ask: Ask[bool]) -> None:
         """Do a job in turns until `ask` returns False; one attempt. Raises one of FAILURES."""
