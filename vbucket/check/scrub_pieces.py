@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -36,7 +37,7 @@ PUT_BACK: Final = "it was written as it was, which the store process or a copy k
 _STORE_FILE: Final = "store/data.mdb"
 
 
-class ScrubPieces:
+class ScrubPieces(ABC):
     """See the module."""
 
     piece_bytes = PIECE_BYTES
@@ -51,20 +52,21 @@ class ScrubPieces:
         self._rounds = 0
         """How often the piece at the same place was read again after something was mended."""
 
+    @abstractmethod
     def reader(self) -> PageScan:
         """Return what reads the newest state. Raises StoreDamagedError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mender(self) -> PageMender:
         """Return what writes pages. Raises OSError, StoreDamagedError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_file(self) -> None:
         """Look at what no table leads to. Raises StoreDamagedError."""
 
+    @abstractmethod
     def log_piece(self, place: ScrubPlace, is_over: Callable[[], bool]) -> Piece:
         """Read the next piece of the log."""
-        raise NotImplementedError
 
     def next(
         self, place: ScrubPlace, suspects: Sequence[int], is_over: Callable[[], bool]
