@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import os
@@ -41,6 +42,7 @@ from dcp.server.config.sources import (
     resolve,
 )
 from dcp.server.signal_watch import KEPT, SignalWatch, say
+from dcp.server.storage.memory_share import keep_freed_memory
 from vbucket.native.form import problem, version_and_form
 
 if TYPE_CHECKING:
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from dcp.server.observe.service_notices import ServiceNotices
 
     OnReady = Callable[[Node], None]
-import ctypes
 
 STOP_AFTER_FAILURE_S: Final = 9.0
 
@@ -237,6 +238,7 @@ def run(
             log.warning(plan.notice)
         settings = within_open_files(plan.settings, allow_open_files(), log)
         share_quickly()
+        keep_freed_memory()
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(
