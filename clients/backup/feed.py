@@ -57,7 +57,9 @@ class Feed(RetriedStream):
         self.run = run
         self.state = FeedState.IDLE
         self.target: int | None = None
-        """The seqno at which the run ends; None: not known yet."""
+        """The seqno at which the stream ends; None: not known yet."""
+        self.cut_seqno: int | None = None
+        """The seqno at which the run ends, if that is known and the stream may end before."""
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
@@ -154,6 +156,16 @@ class Feed(RetriedStream):
         if not self.seqno:
             return Position()
         return position._replace(versions=position.versions[: self._versions_max])
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the stream has ended before the end of the run."""
+        return self.cut_seqno is not None and self.seqno < self.cut_seqno
+
+    def go_on(self) -> None:
+        """Let another stream bring the rest up to the end of the run."""
+        self.stop()
+        self.target, self.cut_seqno = self.cut_seqno, None
 
     def stop(self) -> None:
         """The stream is over: close its leg, and move to where the next request begins."""

@@ -18,8 +18,8 @@ Invariants
 - every accepted request begins a leg (clients.backup.archives.legs), with its failover log;
 - a rollback goes to the newest complete state in the archive at or below the server's seqno, across
   all versions and runs. Every round goes to a lower seqno, so the number of rounds is bounded;
-- a partition is DONE at the high seqno that it had when the run asked for it, or at the cut of a
-  cluster that the run found before.
+- a partition is DONE at the high seqno that it had when the run asked for it. If the cut of a
+  cluster at which the run ends has more, the run adds the feed once more.
 
 Rules: docs/streams.md. Time is an argument, in ns of any steady clock.
 """
@@ -170,7 +170,7 @@ class Intake:
     def abandon(self) -> list[Feed]:
         """The connection is lost. Return the feeds that another connection must continue."""
         assert not self._pieces, "a leg ends at the last change that was handed out"
-        left = [feed for feed in self.feeds.values() if feed.state is not FeedState.DONE]
+        left = list(self.feeds.values())
         for feed in left:
             feed.stop()
         self.feeds.clear()
@@ -208,6 +208,8 @@ class Intake:
                 self._give_up(feed)
                 continue
             position = feed.position()
+            if feed.target is None:
+                feed.target = feed.cut_seqno
             if feed.target is None or not position.snap_end <= feed.target <= seqno:
                 feed.target = seqno
             self._connection.request(feed, position, max(feed.target, position.seqno), {})
@@ -216,7 +218,7 @@ class Intake:
 
     def _again(self, feed: Feed) -> None:
         """Request again at once, up to the current high seqno. The old one may no longer exist."""
-        feed.state, feed.target = FeedState.IDLE, None
+        feed.state, feed.target, feed.cut_seqno = FeedState.IDLE, None, None
         self._ask_seqnos()
 
     def _later(self, feed: Feed) -> None:
@@ -254,6 +256,7 @@ class Intake:
         verdict = ended.verdict
         if verdict is Verdict.DONE:
             feed.state = FeedState.DONE
+            del self.feeds[feed.vb_id]
             self.finished.append(feed)
             return
         feed.stop()

@@ -8,7 +8,9 @@ Invariants
 - a written segment is self-contained. A killed run continues after the last change of its last
   segment. What was not in a segment yet is streamed again;
 - the manifest is written when every partition has reached the high seqno that it had when the run
-  asked, and every segment was read back and compared;
+  asked, and that of the cluster's cut, and every segment was read back and compared;
+- a cut of a cluster is taken only if no partition's stream goes beyond it. It is looked for while
+  the streams run; partitions of which it has more are streamed once more, up to the cut;
 - memory is bounded: chunks that wait for the thread (QUEUE_CHUNKS), an open segment
   (segment_writer.SEGMENT_BYTES), gathered frames (chunk.GATHERED_BYTES_MAX). If the queue is full,
   the run stops reading, and flow control then stops the server.
@@ -37,6 +39,7 @@ from clients.backup.archives.zstd import LEVEL
 from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
 from clients.backup.intake import Intake
+from clients.consumer.batch_reader import Cut
 from clients.consumer.consumer import Consumer
 from clients.errors import (
     TRANSIENT,
@@ -208,6 +211,10 @@ class Backup:
         self._is_paused = self._is_one_node = False
         self._history_was_refused = False
         self._why_no_cut = ""
+        self._search: asyncio.Task[None] | None = None
+        """Looks for the cut; None: the run needs none, or has it."""
+        self._early: list[Feed] = []
+        """Partitions whose streams have ended while the cut was not known."""
         self._collections: dict[int, tuple[str, int]] = {}
 
     # -- the whole -----------------------------------------------------------------------------
@@ -233,9 +240,9 @@ class Backup:
             try:
                 await self._refresh()
                 self._prepare_feeds(run, runs, found)
-                if not self._is_one_node and self._copies is None:
-                    await self._find_cut()
                 self._dialing.add(self._feeds.values())
+                if not self._is_one_node and self._copies is None:
+                    self._search = asyncio.create_task(self._find_cut())
                 await self._follow(self._dialing, lock)
                 await self._finish_writing()
             except DcpdError as error:
@@ -243,6 +250,9 @@ class Backup:
                     await self._finish_writing()  # keep the open segment for the next run
                 raise
             finally:
+                if self._search is not None:
+                    self._search.cancel()
+                    await asyncio.gather(self._search, return_exceptions=True)
                 await self._dialing.close()
                 for session in self._sessions.values():
                     session.link.close()
@@ -266,12 +276,12 @@ class Backup:
                 self._submit(chunk)
         if intake.finished:
             for feed in intake.finished:
-                self._done += 1
                 for chunk in self._chunker.finish(feed.vb_id):
                     self._submit(chunk)
+            self._early += intake.finished
             intake.finished.clear()
-            if self._done == len(self._feeds):
-                self.wake.set()
+            if self._search is None:
+                self._end_streams()
         if intake.gone:
             if self._copies is not None:
                 gone = [feed.vb_id for feed in intake.gone]
@@ -310,14 +320,44 @@ class Backup:
         consumer = Consumer(self._address, cuts=True, start="now")
         try:
             async with asyncio.timeout(CUT_S), consumer:
-                cut = await anext(consumer.cuts())
+                async for cut in consumer.cuts():
+                    if self._take_cut(cut):
+                        break
         except TimeoutError:
             self._why_no_cut = f"the nodes told no cut within {CUT_S:g} s"
         except (StatusError, *TRANSIENT) as error:
             self._why_no_cut = str(error)
-        else:
-            for vb_id, position in cut.positions.items():
-                self._feeds[vb_id].target = position.seqno
+        finally:
+            self.wake.set()
+
+    def _take_cut(self, cut: Cut) -> bool:
+        """Let the run end at a cut; return False if a stream already goes beyond it."""
+        seqnos = {vb_id: position.seqno for vb_id, position in cut.positions.items()}
+        for vb_id, seqno in seqnos.items():
+            target = self._feeds[vb_id].target
+            if target is not None and target > seqno:
+                return False
+        for vb_id, seqno in seqnos.items():
+            self._feeds[vb_id].cut_seqno = seqno
+        return True
+
+    def _end_search(self) -> None:
+        """Go on once the search for a cut has ended. Raises what it raised."""
+        if self._search is not None and self._search.done():
+            search, self._search = self._search, None
+            search.result()
+            self._end_streams()
+
+    def _end_streams(self) -> None:
+        """Partitions whose streams have ended are done, but for those of which the cut has more."""
+        ended, self._early = self._early, []
+        short = [feed for feed in ended if feed.is_short]
+        for feed in short:
+            feed.go_on()
+        self._dialing.add(short)
+        self._done += len(ended) - len(short)
+        if short or self._done == len(self._feeds):
+            self.wake.set()
 
     async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
         """Stream until every partition is done. Handle lost connections and moved partitions."""
@@ -325,6 +365,7 @@ class Backup:
         keep_at_s = time.monotonic() + self._options.keep_s
         while self._done < len(self._feeds):
             now_s = time.monotonic()
+            self._end_search()
             self._collect_lost(dialing)
             for home in dialing.step(now_s, self._sessions):
                 self._stream_from(home)
