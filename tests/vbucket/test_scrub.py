@@ -8,11 +8,13 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import google_crc32c
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.core.store_schedule import (
@@ -22,7 +24,7 @@ from dcp.core.store_schedule import (
     scrub_due_in_s,
     scrub_rest_s,
 )
-from support.stored_bytes import PAGE_BYTES, layout_of, overwrite, pack_mutation
+from support.stored_bytes import PAGE_BYTES, layout_of, overwrite, pack_deletion, pack_mutation
 from vbucket.check.mend import (
     BIT,
     FROM_COPY,
@@ -346,6 +348,60 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(
     file.close()
     assert not bad
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 60), st.permutations(range(60)))
+def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[int]) -> None:
+    """Keys 0 to 3 have 15 versions each. Those of key 3 end with a deletion that was purged."""
+    with TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        entries, left = _compacted(store, floor, [at % 4 for at in order])
+        (key,) = pairs_in(store, BY_SEQNO_TABLE)
+        before = pairs_in(store, BY_SEQNO_TABLE)
+        page = min(layout_of(store)[BY_SEQNO_TABLE].large)
+        overwrite(store, page, "zeros")
+        file = PageFile(store)
+        with PageMender(file) as mender:
+            assert put_versions(mender, key, left[1:]) == ""
+            assert put_versions(mender, key, entries) == FROM_COPY
+        file.close()
+        assert pairs_in(store, BY_SEQNO_TABLE) == before
+
+
+def _compacted(store: Path, floor: int, numbers: list[int]) -> tuple[list[bytes], list[bytes]]:
+    """Write a partition of one block, compacted up to a floor; return its versions, and what is
+    left of them.
+    """
+    last = {number: seqno for seqno, number in enumerate(numbers, 1)}
+    gone = last[3] <= floor
+    entries: list[bytes] = []
+    left: list[bytes] = []
+    newest, after = {}, dict.fromkeys(last, 1 << 62)
+    for seqno, number in reversed(list(enumerate(numbers, 1))):
+        key, is_end = b"\0key %d" % number, seqno == last[number]
+        before = max((at for at in range(1, seqno) if numbers[at - 1] == number), default=0)
+        pack = pack_deletion if number == 3 and is_end else partial(pack_mutation, value=bytes(900))
+        entry = pack(
+            vb_id=3, key=key, cas=seqno, seqno=seqno, rev_seqno=1, epoch=1, prev_seqno=before
+        )
+        entries.insert(0, entry)
+        if is_end:
+            newest[key] = entry
+        if after[number] > floor and not (number == 3 and is_end and gone):
+            left.insert(0, entry)
+        after[number] = seqno
+    keys = sorted(key for key in newest if not (gone and key == b"\0key 3"))
+    env = LmdbEnv(store, TABLES, map_size_bytes=1 << 30)
+    with env.write() as write:
+        rows = by_key_items(b"\0\3", keys, [newest[key] for key in keys])
+        write.put_sorted(BY_KEY_TABLE, rows)
+        write.put_sorted(
+            BY_SEQNO_TABLE, build_blocks(3, left, seqno_before=0, body_bytes_target=1 << 20)
+        )
+        put_partition(write, 3, RECORD)
+    env.close()
+    return entries, left
 
 
 @pytest.mark.parametrize("table", [STATE_TABLE, FAILOVER_TABLE, META_TABLE])

@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -51,6 +51,10 @@ _READ_BYTES: Final = 4 << 20
 _MENDS_MAX: Final = 8
 """Pages on the way to one key."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_DOCUMENT_OPCODES: Final = frozenset(
+    {_MUTATION, int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)}
+)
+_NEVER: Final = 1 << 64
 _crc32c = google_crc32c.value
 
 
@@ -140,7 +144,8 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     A block whose head is sound takes those of its versions that are damaged, each by its checksum.
     Otherwise, and where the disk cannot read it, the whole block is made of all of its versions,
     and the checksum of its first page, which has the block's checksums, must be the one that is
-    known. Raises OSError, StoreDamagedError.
+    known. The other copy may have versions that this one has given up. Raises OSError,
+    StoreDamagedError.
     """
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     if place is None or place.number is None:  # a small block of a leaf that was mended
@@ -153,15 +158,17 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
         is_first = before is None or before[0][:2] != key[:2]
         seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
-        taken = [entry for entry in entries if seqno_of(entry) >= first_seqno]
-        made = build_blocks(
-            vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE
-        ) if taken else []  # fmt: skip
-        if len(made) != 1 or made[0][0] != key or len(made[0][1]) != place.size:
+        by_seqno = {seqno_of(entry): entry for entry in entries}
+        own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
+        for taken in _left_by_compactions(mender, vb_id, own):
+            made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
+            is_like_it = len(made) == 1 and made[0][0] == key and len(made[0][1]) == place.size
+            if is_like_it and mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):
+                break
+        else:
             return ""
-        value = made[0][1]
     else:
-        by_seqno = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
+        frames = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
         pieces = []
         body = bytes(block.body)
         for seqno, (start, end), crc in zip(
@@ -169,15 +176,48 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         ):
             frame = body[start:end]
             if _crc32c(frame) != crc:
-                frame = by_seqno.get(seqno, b"")
+                frame = frames.get(seqno, b"")
             pieces.append(frame)
         if _crc32c(b"".join(pieces)) != block.body_crc:
             return ""
         value = value[: place.size - len(body)] + b"".join(pieces)
-    if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
-        return ""
+        if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
+            return ""
     is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
     return FROM_COPY if is_sound else ""
+
+
+def _left_by_compactions(
+    mender: PageMender, vb_id: int, entries: Sequence[bytes]
+) -> Iterator[list[bytes]]:
+    """Yield all of these versions, and what compactions up to each seqno would leave of them.
+
+    They drop versions that others have superseded, and deletions that were purged. What is newest
+    of a key, its record says.
+    """
+    next_of: dict[bytes, int] = {}
+    dropped_at: dict[int, int] = {}
+    for entry in reversed(entries):
+        if entry[OPCODE_AT] not in _DOCUMENT_OPCODES:
+            continue
+        key, seqno = key_of(entry), seqno_of(entry)
+        at = next_of[key] if key in next_of else _newest_seqno(mender, vb_id, key)
+        if at != seqno:
+            dropped_at[seqno] = at
+        next_of[key] = seqno
+    for floor in sorted({-1, *dropped_at.values()}):
+        left = [e for e in entries if dropped_at.get(seqno_of(e), _NEVER) > floor]
+        if left:
+            yield left
+
+
+def _newest_seqno(mender: PageMender, vb_id: int, key: bytes) -> int:
+    """Return the seqno of a key's newest version, 0 if the key has no record. Raises
+    StoreDamagedError.
+    """
+    full_key = vb_id.to_bytes(2, "big") + key
+    record = mender.get(BY_KEY_TABLE, full_key)
+    return 0 if record is None else checked_meta(full_key, bytes(record)).seqno
 
 
 def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:
