@@ -353,14 +353,13 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(
 @settings(max_examples=20)
 @given(st.integers(0, 60), st.permutations(range(60)))
 def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[int]) -> None:
-    """Keys 0 to 3 have 15 versions each. Those of key 3 end with a deletion that was purged."""
+    """Keys 0 to 3 have 15 versions each. Those of key 3 end with a deletion, perhaps purged."""
     with TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        entries, left = _compacted(store, floor, [at % 4 for at in order])
-        (key,) = pairs_in(store, BY_SEQNO_TABLE)
+        entries, left = _compacted(store, floor, [at % 4 for at in order], value_bytes=900)
         before = pairs_in(store, BY_SEQNO_TABLE)
-        page = min(layout_of(store)[BY_SEQNO_TABLE].large)
-        overwrite(store, page, "zeros")
+        (key,) = before
+        overwrite(store, min(layout_of(store)[BY_SEQNO_TABLE].large), "zeros")
         file = PageFile(store)
         with PageMender(file) as mender:
             assert put_versions(mender, key, left[1:]) == ""
@@ -369,37 +368,60 @@ def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[in
         assert pairs_in(store, BY_SEQNO_TABLE) == before
 
 
-def _compacted(store: Path, floor: int, numbers: list[int]) -> tuple[list[bytes], list[bytes]]:
+@settings(max_examples=20)
+@given(st.integers(0, 20), st.permutations(range(20)))
+def test_a_copy_that_was_compacted_less_mends_a_list(floor: int, order: list[int]) -> None:
+    with TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        entries, left = _compacted(store, floor, [at % 4 for at in order], value_bytes=8)
+        before = pairs_in(store, BY_SEQNO_TABLE)
+        (key,) = before
+        (leaf,) = layout_of(store)[BY_SEQNO_TABLE].leaves
+        overwrite(store, leaf, "zeros")
+        file = PageFile(store)
+        with PageMender(file) as mender:
+            (lacking,) = lacking_in(mender, key)
+            assert put_leaf(mender, key, {lacking.key: left[1:]}) == ""
+            assert put_leaf(mender, key, {lacking.key: entries})
+        file.close()
+        assert [Block(*each).seqnos for each in pairs_in(store, BY_SEQNO_TABLE).items()] == [
+            Block(*each).seqnos for each in before.items()
+        ]
+
+
+def _compacted(
+    store: Path, floor: int, numbers: list[int], *, value_bytes: int
+) -> tuple[list[bytes], list[bytes]]:
     """Write a partition of one block, compacted up to a floor; return its versions, and what is
     left of them.
     """
     last = {number: seqno for seqno, number in enumerate(numbers, 1)}
-    gone = last[3] <= floor
+    is_purged = last[3] < floor
+    pack_set = partial(pack_mutation, value=bytes(value_bytes))
     entries: list[bytes] = []
     left: list[bytes] = []
-    newest, after = {}, dict.fromkeys(last, 1 << 62)
+    newest: dict[bytes, bytes] = {}
+    after = dict.fromkeys(last, 1 << 62)
     for seqno, number in reversed(list(enumerate(numbers, 1))):
-        key, is_end = b"\0key %d" % number, seqno == last[number]
+        key, is_deletion = b"\0key %d" % number, number == 3 and seqno == last[number]
         before = max((at for at in range(1, seqno) if numbers[at - 1] == number), default=0)
-        pack = pack_deletion if number == 3 and is_end else partial(pack_mutation, value=bytes(900))
-        entry = pack(
+        entry = (pack_deletion if is_deletion else pack_set)(
             vb_id=3, key=key, cas=seqno, seqno=seqno, rev_seqno=1, epoch=1, prev_seqno=before
         )
         entries.insert(0, entry)
-        if is_end:
-            newest[key] = entry
-        if after[number] > floor and not (number == 3 and is_end and gone):
+        newest.setdefault(key, entry)
+        if after[number] > floor and not (is_deletion and is_purged):
             left.insert(0, entry)
         after[number] = seqno
-    keys = sorted(key for key in newest if not (gone and key == b"\0key 3"))
+    keys = sorted(key for key in newest if not (is_purged and key == b"\0key 3"))
+    record = RECORD._replace(last_seqno=len(numbers), versions=len(left), keys=len(keys))
     env = LmdbEnv(store, TABLES, map_size_bytes=1 << 30)
     with env.write() as write:
         rows = by_key_items(b"\0\3", keys, [newest[key] for key in keys])
         write.put_sorted(BY_KEY_TABLE, rows)
-        write.put_sorted(
-            BY_SEQNO_TABLE, build_blocks(3, left, seqno_before=0, body_bytes_target=1 << 20)
-        )
-        put_partition(write, 3, RECORD)
+        blocks = build_blocks(3, left, seqno_before=0, body_bytes_target=1 << 20)
+        write.put_sorted(BY_SEQNO_TABLE, blocks)
+        put_partition(write, 3, record)
     env.close()
     return entries, left
 

@@ -22,14 +22,14 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.check.relist import RELISTED, Given, Lacking, relist
+from vbucket.check.relist import RELISTED, Given, Lacking, left_by_compactions, relist
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
@@ -51,10 +51,6 @@ _READ_BYTES: Final = 4 << 20
 _MENDS_MAX: Final = 8
 """Pages on the way to one key."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
-_DOCUMENT_OPCODES: Final = frozenset(
-    {_MUTATION, int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)}
-)
-_NEVER: Final = 1 << 64
 _crc32c = google_crc32c.value
 
 
@@ -160,7 +156,7 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
         by_seqno = {seqno_of(entry): entry for entry in entries}
         own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
-        for taken in _left_by_compactions(mender, vb_id, own):
+        for taken in left_by_compactions(mender, vb_id, own):
             made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
             is_like_it = len(made) == 1 and made[0][0] == key and len(made[0][1]) == place.size
             if is_like_it and mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):
@@ -185,39 +181,6 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
             return ""
     is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
     return FROM_COPY if is_sound else ""
-
-
-def _left_by_compactions(
-    mender: PageMender, vb_id: int, entries: Sequence[bytes]
-) -> Iterator[list[bytes]]:
-    """Yield all of these versions, and what compactions up to each seqno would leave of them.
-
-    They drop versions that others have superseded, and deletions that were purged. What is newest
-    of a key, its record says.
-    """
-    next_of: dict[bytes, int] = {}
-    dropped_at: dict[int, int] = {}
-    for entry in reversed(entries):
-        if entry[OPCODE_AT] not in _DOCUMENT_OPCODES:
-            continue
-        key, seqno = key_of(entry), seqno_of(entry)
-        at = next_of[key] if key in next_of else _newest_seqno(mender, vb_id, key)
-        if at != seqno:
-            dropped_at[seqno] = at
-        next_of[key] = seqno
-    for floor in sorted({-1, *dropped_at.values()}):
-        left = [e for e in entries if dropped_at.get(seqno_of(e), _NEVER) > floor]
-        if left:
-            yield left
-
-
-def _newest_seqno(mender: PageMender, vb_id: int, key: bytes) -> int:
-    """Return the seqno of a key's newest version, 0 if the key has no record. Raises
-    StoreDamagedError.
-    """
-    full_key = vb_id.to_bytes(2, "big") + key
-    record = mender.get(BY_KEY_TABLE, full_key)
-    return 0 if record is None else checked_meta(full_key, bytes(record)).seqno
 
 
 def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:

@@ -2,7 +2,8 @@
 
     blocks with pages of their own    are still in the file: each follows the one before
     small blocks                      stood in the leaf itself: what is missing between the others
-                                      is made of versions of another copy, or of a backup
+                                      is made of versions of another copy, or of a backup, which
+                                      may have versions that this copy has given up
 
 Who calls it: `vbucket.check.mend`, and the store process for what came from elsewhere.
 
@@ -18,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from vbucket.model.entry import key_of, seqno_of
+from dcp.wire.opcode import Opcode
+from vbucket.model.entry import OPCODE_AT, key_of, seqno_of
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
 from vbucket.store.environment import StoreDamagedError
@@ -30,6 +32,10 @@ from vbucket.store.store import StoreView
 
 RELISTED: Final = "its blocks were found again, each following the one before"
 _WHOLE: Final = 1 << 62
+_NEVER: Final = 1 << 64
+_DOCUMENT_OPCODES: Final = frozenset(
+    {int(Opcode.DCP_MUTATION), int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)}
+)
 
 Given = Mapping[bytes, Sequence[bytes]]
 """Key of a `Lacking` -> the versions that came from elsewhere for it."""
@@ -74,36 +80,84 @@ def _rows(
         record = records.get(vb_id)
         seqno, end = _ends_of(mender, vb_id, record, bad)
         own = sorted(each for each in large if each[:2] == vb_id.to_bytes(2, "big"))
-        versions, is_given = 0, False
+        gaps: list[tuple[int, Lacking]] = []
         for at in [*own, None]:
             before = end if at is None else large[at][1].seqno_before
             if before < seqno:
                 raise ValueError("the blocks do not follow each other")
             if before > seqno:
-                lacking = Lacking(max(block_key(vb_id, seqno + 1), bad.low), seqno + 1, before)
-                made = _made(mender, vb_id, seqno, before, given.get(lacking.key))
-                rows += made or [lacking]
-                is_given |= bool(made)
-                versions += sum(len(Block(*each).seqnos) for each in made)
+                key = max(block_key(vb_id, seqno + 1), bad.low)
+                gaps.append((len(rows), Lacking(key, seqno + 1, before)))
+                rows.append(gaps[-1][1])
             if at is not None:
                 rows.append((at, large[at][0]))
-                versions += len(large[at][1].seqnos)
                 seqno = large[at][1].last_seqno
-        if is_given and record is not None:
-            versions += _versions_elsewhere(mender, vb_id, bad)
-            if versions != record.versions:
-                raise ValueError(f"there are {versions} versions, not {record.versions}")
+        came = {gap for _, gap in gaps if given.get(gap.key)}
+        if len(came) < len(gaps):
+            rows = [row for row in rows if row not in came]
+        elif gaps:
+            others = sum(len(large[at][1].seqnos) for at in own)
+            others += _versions_elsewhere(mender, vb_id, bad)
+            count = 0 if record is None else record.versions - others
+            taken = [entry for _, gap in gaps for entry in given[gap.key]]
+            taken = _as_many(mender, vb_id, taken, count)
+            for place, gap in reversed(gaps):
+                if made := _made(mender, vb_id, gap, taken):
+                    rows[place : place + 1] = made
     return rows
 
 
-def _made(
-    mender: PageMender, vb_id: int, seqno_before: int, last_seqno: int,
-    entries: Sequence[bytes] | None,
-) -> list[tuple[bytes, bytes]]:  # fmt: skip
-    """Return the block of versions from elsewhere; []: there are none, or they do not prove right.
-    Raises StoreDamagedError, ValueError.
+def left_by_compactions(
+    mender: PageMender, vb_id: int, entries: Sequence[bytes]
+) -> Iterator[list[bytes]]:
+    """Yield all of these versions, and what compactions up to each seqno would leave of them.
+
+    They drop versions that others have superseded, and deletions that were purged. What is newest
+    of a key, its record says.
     """
-    if not entries or seqno_of(entries[-1]) != last_seqno:
+    next_of: dict[bytes, int] = {}
+    dropped_at: dict[int, int] = {}
+    for entry in reversed(entries):
+        if entry[OPCODE_AT] not in _DOCUMENT_OPCODES:
+            continue
+        key, seqno = key_of(entry), seqno_of(entry)
+        at = next_of[key] if key in next_of else _newest_seqno(mender, vb_id, key)
+        if at != seqno:
+            dropped_at[seqno] = at
+        next_of[key] = seqno
+    for floor in sorted({-1, *dropped_at.values()}):
+        left = [e for e in entries if dropped_at.get(seqno_of(e), _NEVER) > floor]
+        if left:
+            yield left
+
+
+def _newest_seqno(mender: PageMender, vb_id: int, key: bytes) -> int:
+    """Return the seqno of a key's newest version, 0 if the key has no record. Raises
+    StoreDamagedError.
+    """
+    full_key = vb_id.to_bytes(2, "big") + key
+    record = mender.get(BY_KEY_TABLE, full_key)
+    return 0 if record is None else checked_meta(full_key, bytes(record)).seqno
+
+
+def _as_many(mender: PageMender, vb_id: int, entries: Sequence[bytes], count: int) -> list[bytes]:
+    """Return what is left of versions by the compaction that leaves so many. Raises ValueError if
+    none does, StoreDamagedError.
+    """
+    for left in left_by_compactions(mender, vb_id, entries):
+        if len(left) == count:
+            return left
+    raise ValueError(f"partition {vb_id} had {count} versions there, and {len(entries)} came")
+
+
+def _made(
+    mender: PageMender, vb_id: int, gap: Lacking, versions: Sequence[bytes]
+) -> list[tuple[bytes, bytes]]:
+    """Return the block of versions from elsewhere; []: they do not prove right. Raises
+    StoreDamagedError, ValueError.
+    """
+    entries = [each for each in versions if gap.first_seqno <= seqno_of(each) <= gap.last_seqno]
+    if not entries or seqno_of(entries[-1]) != gap.last_seqno:
         return []
     view = StoreView(mender)
     for entry in entries:
@@ -117,6 +171,7 @@ def _made(
             newest.seqno == seqno_of(entry) and newest.cas != int.from_bytes(entry[28:36], "big")
         ):
             raise ValueError("a version contradicts the record of its key")
+    seqno_before = gap.first_seqno - 1
     made = build_blocks(vb_id, entries, seqno_before=seqno_before, body_bytes_target=_WHOLE)
     return made if all(len(value) <= ROW_IN_LEAF_MAX for _, value in made) else []
 
