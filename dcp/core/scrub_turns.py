@@ -14,6 +14,7 @@ Invariants
 - at most ROWS_MAX damages are kept, the newest ones; each is told once, and again after a pass that
   did not find it;
 - what a pass finds no more is dropped at its end: it was repaired, or is gone;
+- damage that was mended and comes again is new: it is looked at and asked for at once;
 - a partition in which somebody meets what could not be mended is looked at once in AGAIN_S, and a
   block that no copy can give is asked for again after AGAIN_S.
 """
@@ -208,6 +209,8 @@ class ScrubTurns:
     def mended(self, row: DamageRow, how: str) -> None:
         """A damage is no more."""
         self.status.mended += 1
+        if row.vb is not None:
+            self._looked_s.pop(row.vb, None)
         self.status.damages = [each for each in self.status.damages if each.name != row.name]
         self.tell_mended(row, how)
 
@@ -265,15 +268,20 @@ class CopyRepairs:
 
     def __init__(self) -> None:
         self._tried_s: dict[tuple[object, ...], float] = {}
-        """By damage: when they were asked last."""
+        """By damage, since it was found first: when they were asked last."""
 
     def due(self, rows: Sequence[DamageRow], now_s: float) -> list[DamageRow]:
         """Return those of the damages that are asked for now; they count as asked for."""
         before_s = now_s - AGAIN_S
-        tried = {row.name: self._tried_s.get(row.name, before_s) for row in rows}
-        found = [row for row in rows if tried[row.name] <= before_s]
-        self._tried_s = tried | {row.name: now_s for row in found}
+        tried = {_since(row): self._tried_s.get(_since(row), before_s) for row in rows}
+        found = [row for row in rows if tried[_since(row)] <= before_s]
+        self._tried_s = tried | {_since(row): now_s for row in found}
         return found
+
+
+def _since(row: DamageRow) -> tuple[object, ...]:
+    """Return what tells a damage from others, and from the same one that was mended before."""
+    return row.first_s, *row.name
 
 
 class BlockRepair:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from dcp.core.scrub_turns import ScrubTurns
+from dcp.core.scrub_turns import AGAIN_S, CopyRepairs, ScrubTurns
 from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.check.finding import Kind
 from vbucket.check.scrub import AREAS, Damage, ScrubPlace, ScrubReport
+from vbucket.store.records import BY_SEQNO_TABLE
 
 DAMAGE = [str(Kind.BLOCK), "store/data.mdb", "page 7", "its checksum is wrong", 5]
 
@@ -107,6 +108,22 @@ def test_a_partition_that_was_mended_is_looked_at_again() -> None:
         turns.read(report, suspects, 0, 100.0, 0.0)
         turns.met(5)
         assert turns.next_piece(101.0)[1] == looked_at
+
+
+def test_damage_that_comes_again_is_asked_for_at_once() -> None:
+    """A copy has mended the same block a moment ago. What stays is asked for after AGAIN_S."""
+    turns, repairs = ScrubTurns(0.0), CopyRepairs()
+    damage = Damage(*DAMAGE[:4], vb_id=5, seqnos=[1, 9], table=BY_SEQNO_TABLE, key=b"\0\5")
+    found = ScrubReport([len(AREAS), b""], 0, [list(damage)], 0.0, 0)
+    for now_s in (100.0, 101.0):
+        turns.met(5)
+        assert turns.next_piece(now_s)[1] == [5]
+        turns.read(found, [5], 0, now_s, now_s)
+        (row,) = repairs.due(turns.blocks_lacking(), now_s)
+        for later_s, due in ((0.5, []), (AGAIN_S, [row]), (AGAIN_S + 1, [])):
+            assert repairs.due(turns.blocks_lacking(), now_s + later_s) == due
+        turns.mended(row, "versions were taken from another copy")
+        assert turns.blocks_lacking() == []
 
 
 def test_a_pass_that_begins_during_a_look_goes_on() -> None:

@@ -42,7 +42,7 @@ from sim.damage_bugs import DAMAGE_BUGS
 from sim.machine import Machine
 from sim.network import Side
 from sim.plan import MOVE_NODES
-from sim.planting import Bug, Replaced, all_replaced, one
+from sim.planting import Bug, Replaced, all_replaced, answering, one
 from sim.serving import ServedConnection
 from sim.wide_bugs import WIDE_BUGS
 from vbucket.engine.keyspace import Keyspace
@@ -189,11 +189,6 @@ def _unknown_is_not_written(
 # -- the metadata store goes back ------------------------------------------------------------------
 
 
-def _nobody_must_speak(*_args: object, **_named: object) -> frozenset[str]:
-    """Whatever record the store has counts as the newest."""
-    return frozenset()
-
-
 class ForgetsSeen(ClusterNode):
     """Its folder forgets with each process what records it has seen, and what it has told."""
 
@@ -246,10 +241,6 @@ class StreamsSynced(ClusterNode):
         super()._done(job)
         if isinstance(job, WriteGroup):
             self.hub.committed(job.group.high_seqnos)
-
-
-def _always(*_args: object) -> bool:
-    return True
 
 
 def _own_format(_newest: int, _oldest: int, own: int) -> int:
@@ -374,7 +365,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
         "somebody is elected by a record that may be older than another one",
         election,
         "must_speak",
-        _nobody_must_speak,
+        answering(frozenset()),
         act="gone_back",
     ),
     "forgets-seen": Bug(
@@ -390,7 +381,9 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
         act="gone_back",
     ),
     "streams-show-synced": Bug("streams show what is synced", node=StreamsSynced),
-    "reads-unconfirmed": one("reads need no confirmation", mastership, "may_answer_reads", _always),
+    "reads-unconfirmed": one(
+        "reads need no confirmation", mastership, "may_answer_reads", answering(True)
+    ),
     "promoted-at-once": one(
         "a promoted replica does not wait for its own confirmation to lapse",
         master,
@@ -435,7 +428,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
         "an acknowledgement of an earlier copy counts",
         (
             Replaced(Mastership, "take_record", _take_record_only),
-            Replaced(FillPace, "take_join", _always),  # else it hardly ever joins in time
+            Replaced(FillPace, "take_join", answering(True)),  # else it hardly ever joins in time
         ),
         nodes=MOVE_NODES,
     ),

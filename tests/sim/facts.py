@@ -217,7 +217,7 @@ class Damaged:
 
     __slots__ = (
         "at_ns", "ended", "head_bytes", "is_put_wrong", "key", "kind", "known",
-        "must_mend", "named", "node", "now", "row", "table", "vb_id",
+        "must_mend", "named", "node", "now", "provers", "row", "table", "told_mended", "vb_id",
     )  # fmt: skip
 
     def __init__(self, at_ns: int, node: str, table: str, key: bytes, kind: str) -> None:
@@ -239,6 +239,10 @@ class Damaged:
         """Whether something else was put in its place, as if it was mended."""
         self.must_mend = False
         """Whether the node, or another copy, can prove what was there."""
+        self.provers: frozenset[str] | None = None
+        """The nodes that can; None: the node itself can."""
+        self.told_mended = ""
+        """How it was mended, as the node says, and was not."""
         self.ended = ""
 
     def __str__(self) -> str:

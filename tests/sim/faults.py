@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from failover.rules.repair import why_not_taken
 from failover.rules.replication_record import ReplicationRecord
 from sim import cluster_faults
 from sim.consumer import SimConsumer
@@ -21,15 +20,12 @@ from sim.facts import Damaged, Facts
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.node import SingleNode
-from sim.plan import MOVE_NODES, Plan
+from sim.plan import Plan
 from sim.twin_pages import KINDS, PAGED, TwinEnv
 from sim.world import MS, SECOND, World
 from tests.memory.log_device import SegmentsOf
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.record import written_bytes
-from vbucket.model.entry import PREFIX_BYTES
-from vbucket.store.block import Block
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 Mend = Callable[[], None]
@@ -525,63 +521,6 @@ def cold_damage(faults: Faults) -> Mend | None:
     faults.stage.facts.damaged.append(page)
     world.tell("page damaged", machine.name, str(page), page.vb_id)
     return _nothing
-
-
-def damage_once_more(stage: Stage) -> Damaged | None:
-    """Damage a page of which the node, or another copy, can prove what was there."""
-    world = stage.world
-    machine = stage.machines[world.below(len(stage.machines))]
-    node, env = machine.node, machine.env
-    if not isinstance(node, SingleNode) or not isinstance(env, TwinEnv):
-        return None
-    table = PAGED[world.below(len(PAGED))]
-    rows = env.tables[table]
-    if not rows:
-        return None
-    at = world.below(len(rows))
-    key = rows.peekitem(at)[0]
-    behind = rows.peekitem(at + 1)[0] if at + 1 < len(rows) else b""
-    is_given = table == BY_KEY_TABLE or _is_elsewhere(stage, node, key, behind)
-    kind = KINDS[world.below(len(KINDS))] if is_given else KINDS[0]
-    page = Damaged(world.now_ns, machine.name, table, key, kind)
-    page.must_mend = True
-    if not env.strike(world.draw, table, key, page):
-        return None
-    stage.facts.damaged.append(page)
-    world.tell("page damaged", machine.name, str(page), page.vb_id)
-    return page
-
-
-def _is_elsewhere(stage: Stage, node: SingleNode, key: bytes, behind: bytes) -> bool:
-    """Whether another copy has the versions of a block, and may give them."""
-    block = Block(key, node._machine.env.tables[BY_SEQNO_TABLE][key])
-    part = node.engine.partitions[block.vb_id]
-    last = block.last_seqno
-    if behind[:2] == key[:2]:
-        last = int.from_bytes(behind[2:10], "big") - 1
-    if stage.controls is None or last > block.last_seqno:
-        return False
-    if len(stage.machines) >= MOVE_NODES:
-        return False  # copies may move meanwhile
-    copies = stage.controls.record(block.vb_id).copies
-    for other in (machine.node for machine in stage.machines):
-        if not isinstance(other, SingleNode) or other is node:
-            continue
-        if not any(member.startswith(f"{other.name}-") for member in copies):
-            continue
-        theirs = other.engine.partitions[block.vb_id]
-        why = why_not_taken(
-            part.failover, theirs.failover, last,
-            own_committed=part.committed_seqno, committed=theirs.committed_seqno,
-        )  # fmt: skip
-        if why or theirs.incomplete_snapshot is not None:
-            continue
-        entries = other.engine.versions.entries(theirs, block.first_seqno, last, 1 << 20)
-        if [entry[PREFIX_BYTES:] for entry in entries] == [
-            entry[PREFIX_BYTES:] for entry in block.entries()
-        ]:
-            return True
-    return False
 
 
 def _damaged(machine: Machine) -> list[Damaged]:

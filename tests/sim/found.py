@@ -96,6 +96,7 @@ FOUND: Final = {
     "damaged-is-absent": Found(24, "linearizable", "is not linearizable"),
     "block-passed-over": Found(12, "damages", "was not mended in time"),
     "copies-unasked": Found(6, "damages", "was not mended in time"),
-    "repair-in-vain": Found(6, "damages", "was not mended in time"),
+    "repair-in-vain": Found(6, "damages", "it counts as mended"),
+    "older-is-put": Found(6, "damages", "something else was put in its place"),
 }
 """Bug -> how it is found."""

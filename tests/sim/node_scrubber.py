@@ -134,7 +134,7 @@ class NodeScrubber(ScrubTurns):
 
     def _pages_of(self, row: DamageRow) -> list[Damaged]:
         return [
-            page for page in self._env.pages.wrong.values()
+            page for page in self._env.current()
             if page.table == row.table and page.key.hex() == row.key
         ]  # fmt: skip
 
@@ -205,6 +205,8 @@ class NodeScrubber(ScrubTurns):
         row = repairs[0].row
         how = self.pieces.put_versions(bytes.fromhex(row.key), entries)
         if how:
+            for page in self._pages_of(row):
+                page.told_mended = how
             self.mended(row, f"{how} (node {name})")
             self._next(repairs[1:])
         else:

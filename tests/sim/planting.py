@@ -4,7 +4,7 @@ another type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -33,6 +33,15 @@ class Bug(NamedTuple):
 def one(what: str, owner: Any, name: str, new: Any, *, nodes: int = 3, act: str = "") -> Bug:
     """Return a bug that replaces one name."""
     return Bug(what, (Replaced(owner, name, new),), nodes=nodes, act=act)
+
+
+def answering(answer: object = None) -> Callable[..., Any]:
+    """Return a function, or a method, that does nothing and answers this, whatever it is given."""
+
+    def answered(*_args: object, **_named: object) -> object:
+        return answer
+
+    return answered
 
 
 @contextmanager

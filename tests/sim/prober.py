@@ -32,7 +32,7 @@ from sim.network import Network
 from sim.node import SingleNode
 from sim.plan import Plan
 from sim.routing import Routing
-from sim.twin_mender import put_in_place
+from sim.twin_pages import put_in_place
 from sim.workload import OUTCOMES, Workload
 from sim.world import MS, Host
 from vbucket.log.record import split_entries

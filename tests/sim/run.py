@@ -25,8 +25,9 @@ from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
-from sim.faults import SHARES, Faults, damage_once_more
+from sim.faults import SHARES, Faults
 from sim.kv_client import KvClient
+from sim.last_damage import damage_once_more, look_at
 from sim.machine import RESTART_NS, Machine
 from sim.network import Network
 from sim.node import SingleNode
@@ -279,6 +280,7 @@ class Simulation:
             until_ns = world.now_ns + MENDED_NS + 2 * self.plan.scrub_ns
             while world.now_ns < until_ns and not (page.ended and self.reader.is_idle):
                 world.run_until(world.now_ns + LOOK_NS)
+                look_at(self, page)
             self._put_right()
             self._wait(lambda: self.reader.is_idle, "a key cannot be read")
 

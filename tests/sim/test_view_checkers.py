@@ -286,14 +286,20 @@ def test_damage_is_mended_to_the_byte_or_named() -> None:
         damaged.ended, damaged.named, damaged.must_mend = ended, named, must_mend
         return damaged
 
-    put_wrong = page("")
+    put_wrong, told = page(""), page("mended alone")
     put_wrong.is_put_wrong = True
+    told.told_mended = "versions were taken"
+    of_copy = page(shown.NAMED, named="a merge names it", must_mend=True)
+    of_copy.provers = frozenset({"n2"})
     for each, words in (
         (page(shown.PUT_RIGHT), "neither mended nor named"),
         (page(shown.PUT_RIGHT, named="it is", must_mend=True), "not mended in time"),
+        (page(shown.NAMED, named="a merge names it", must_mend=True), "not mended in time"),
         (put_wrong, "something else was put in its place"),
+        (told, "it counts as mended (versions were taken), and is not"),
     ):
         (problem,) = shown.damages([each])
         assert words in problem
     fine = [page("mended alone", must_mend=True), page(shown.PUT_RIGHT, named="it is"), page("")]
+    fine += [page(shown.NAMED, named="it is"), of_copy]
     assert shown.damages(fine) == []

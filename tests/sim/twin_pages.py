@@ -8,6 +8,7 @@ only the pages are the twin's.
     TwinEnv       the database, of which pages can be damaged while a process runs
     TwinScan      what the scrubber reads (for `vbucket.store.lmdb.page_scan.PageScan`)
     TwinMender    what writes pages again (for `vbucket.store.lmdb.page_mend.PageMender`)
+    put_in_place  a block is damaged beside the store, and mended from another copy's versions
 
 Invariants
 - damage is of the page, so all states of the store that have it see it; a commit that writes the
@@ -17,23 +18,26 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import google_crc32c
+from sortedcontainers import SortedDict
 
-from memory.kv_env import MemorySnapshot, MemoryWrite, _Reader
-from sim.checkers.shown import PUT_RIGHT
+from memory.kv_env import MemoryEnv, MemorySnapshot, MemoryWrite, _Reader
+from sim.checkers.shown import NAMED, PUT_RIGHT
 from sim.facts import Damaged
-from sim.twin_mender import head_of
 from support.forgetful_disk import ForgetfulEnv, Power
+from vbucket.check.mend import put_versions
 from vbucket.check.scrub import AREAS, Piece, ScrubPlace
 from vbucket.check.scrub_pieces import ScrubPieces
+from vbucket.model.entry import seqno_of
+from vbucket.store.block import Block
 from vbucket.store.environment import StoreDamagedError, WriteLostError, partition_of, place_of
 from vbucket.store.lmdb.lmdb_pages import LEAF
-from vbucket.store.lmdb.page_mend import BadPage, ValuePlace, unflipped
+from vbucket.store.lmdb.page_mend import BadPage, PageMender, ValuePlace, unflipped
 from vbucket.store.lmdb.page_scan import Leaf
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
@@ -92,6 +96,11 @@ class Pages:
 
 def _sum(page: Damaged, data: bytes) -> int:
     return _crc32c(data[: page.head_bytes])
+
+
+def head_of(key: bytes, value: bytes) -> bytes:
+    """Return what a block has before its versions: their checksums, too."""
+    return value[: len(value) - len(Block(key, value).body)]
 
 
 class _Paged(_Reader):
@@ -225,7 +234,7 @@ class TwinEnv(ForgetfulEnv):
         found = [page for page in self.current() if vb_ids is None or page.vb_id in vb_ids]
         for page in found:
             page.named = page.named or why
-            page.ended = PUT_RIGHT
+            page.ended = NAMED if why else PUT_RIGHT
             del self.pages.wrong[page.table, page.key]
         return bool(found)
 
@@ -257,10 +266,13 @@ class TwinScan(_Paged):
 class TwinMender(_Paged):
     """See the module."""
 
-    def __init__(self, env: TwinEnv) -> None:
-        super().__init__(env.tables)
-        self._pages = env.pages
-        self._env = env
+    def __init__(
+        self, tables: Mapping[str, Any], pages: Pages, power_point: Callable[[str], None]
+    ) -> None:
+        """`power_point` is called before each write."""
+        super().__init__(tables)
+        self._pages = pages
+        self._power_point = power_point
 
     def __enter__(self) -> TwinMender:
         return self
@@ -338,7 +350,7 @@ class TwinMender(_Paged):
     def _put(
         self, table: str, key: bytes, data: bytes, *, is_proven: bool = True, how: str = ALONE
     ) -> None:
-        self._env.power_point("store repair")
+        self._power_point("store repair")
         self._pages.put(table, key, data, is_proven=is_proven, how=how)
 
 
@@ -357,7 +369,7 @@ class TwinPieces(ScrubPieces):
 
     def mender(self) -> Any:
         """See ScrubPieces."""
-        return TwinMender(self._env)
+        return TwinMender(self._env.tables, self._env.pages, self._env.power_point)
 
     def check_file(self) -> None:
         """See ScrubPieces. All that the twin has belongs to tables."""
@@ -365,3 +377,29 @@ class TwinPieces(ScrubPieces):
     def log_piece(self, _place: ScrubPlace, _is_over: object) -> Piece:
         """See ScrubPieces."""
         return Piece(ScrubPlace(len(AREAS)), 0, [])
+
+
+def put_in_place(env: MemoryEnv, vb_id: int, entries: Sequence[bytes]) -> bool | None:
+    """Damage a copy of a block of a partition that has one of these versions of another node, and
+    have it mended with them; return whether it is what it was. None: there is no such block, or
+    they are not taken. The store stays as it is: plans without damages do this, too.
+    """
+    given = {seqno_of(entry) for entry in entries}
+    for key, value in env.tables[BY_SEQNO_TABLE].items():
+        if key[:2] == vb_id.to_bytes(2, "big"):
+            seqnos = Block(key, value).seqnos
+            lost = next((at for at, seqno in enumerate(seqnos) if seqno in given), None)
+            if lost is not None:
+                return _mended(key, value, lost, entries)
+    return None
+
+
+def _mended(key: bytes, value: bytes, lost: int, entries: Sequence[bytes]) -> bool | None:
+    """Mend a block of which the last bit of a version is wrong."""
+    damaged = bytearray(value)
+    damaged[len(head_of(key, value)) + Block(key, value).ends[lost] - 1] ^= 1
+    pages, page = Pages(), Damaged(0, "", BY_SEQNO_TABLE, key, KINDS[0])
+    pages.damage(BY_SEQNO_TABLE, key, value, page, bytes(damaged))
+    mender = TwinMender({BY_SEQNO_TABLE: SortedDict({key: value})}, pages, lambda _: None)
+    how = put_versions(cast("PageMender", mender), key, entries)
+    return not pages.wrong if how else None

@@ -8,10 +8,7 @@ are widened or probed (`sim.plan`) reach them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Final
-
-from google_crc32c import value as crc32c
 
 from clients.consumer.batch_reader import CutMeeting
 from dcp.core.store_schedule import MergeCycle
@@ -37,9 +34,7 @@ from failover.rules import rollback
 from failover.rules.cut import Ask
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Decision, Question, RollbackKind
-from sim import prober, twin_mender
-from sim.planting import Bug, Replaced, all_replaced, one
-from vbucket.check.mend import FROM_COPY
+from sim.planting import Bug, Replaced, all_replaced, answering, one
 from vbucket.engine import cut as cut_module
 from vbucket.engine import engine as engine_module
 from vbucket.engine import hashes
@@ -60,17 +55,14 @@ from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT
 from vbucket.model.manifest import Manifest, ManifestEvent, SystemEventKind
 from vbucket.native.key_hashes import KeyHashes, Row, RowForm
-from vbucket.store.block import Block
 from vbucket.store.key_record import StoredMeta
-from vbucket.store.lmdb.page_mend import PageMender
-from vbucket.store.records import BY_SEQNO_TABLE
 
 # -- expiries --------------------------------------------------------------------------------------
 
 _touch = read_modify_write.touch
 
 
-_ONE_BY_ONE = Replaced(engine_module, "set_run", lambda *_: None)
+_ONE_BY_ONE = Replaced(engine_module, "set_run", answering())
 """Changes do not go through the loop in C, which has no such faults to be planted."""
 
 
@@ -92,18 +84,6 @@ def _put_for_ever(
     **named: Any,
 ) -> int:  # fmt: skip
     return _put(engine, part, key, body, flags, 0, *args, **named)
-
-
-def _is_not_due(*_args: object, **_named: object) -> bool:
-    return False
-
-
-def _nothing_to_page(*_args: object, **_named: object) -> bool:
-    return True
-
-
-def _takes_all(*_args: object) -> bool:
-    return True
 
 
 # -- revision, CAS ---------------------------------------------------------------------------------
@@ -220,10 +200,6 @@ def _goes_on(question: Question, log: FailoverLog, high_seqno: int, purge_seqno:
 # -- the log ---------------------------------------------------------------------------------------
 
 
-def _nothing(*_args: object, **_named: object) -> None:
-    """Leave something out."""
-
-
 def _record_unchecked(data: bytes, at: int, salt: int) -> tuple[int, int, int, int, int] | None:
     """A record is good if its head looks so."""
     payload_at = at + record.RECORD_BYTES
@@ -336,7 +312,7 @@ _create = ScanCommands.create
 
 def _create_at_once(commands: ScanCommands, request: Frame) -> None:
     """The answer to a scan's request does not wait until what it shows is committed."""
-    with all_replaced((Replaced(SessionState, "observes", lambda *_: None),)):
+    with all_replaced((Replaced(SessionState, "observes", answering()),)):
         _create(commands, request)
 
 
@@ -386,7 +362,7 @@ def _apply_without_last(engine: Engine, changes: Sequence[BatchChange]) -> list[
     return [*made, (0, made[0][1], last.high_seqno)]
 
 
-# -- disks and copies ------------------------------------------------------------------------------
+# -- disks ----------------------------------------------------------------------------------------
 
 
 def _present_only(recovery: Recovery) -> Iterator[RecoveredGroup]:
@@ -402,26 +378,6 @@ def _present_only(recovery: Recovery) -> Iterator[RecoveredGroup]:
     recovery._is_scanned = True
 
 
-def _no_reason(*_args: object, **_named: object) -> str:
-    """A copy takes what another one has, whatever the history and what is committed."""
-    return ""
-
-
-def put_older(mender: PageMender, key: bytes, _entries: Sequence[bytes]) -> str:
-    """What cannot be read becomes what is before it in the block."""
-    place = mender.place_of_value(BY_SEQNO_TABLE, key)
-    assert place is not None
-    value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
-    block, pieces = Block(key, value), [b""]
-    body = bytes(block.body)
-    for (start, end), crc in zip(pairwise((0, *block.ends)), block.frame_crcs, strict=True):
-        frame = body[start:end]
-        older = pieces[-1][: end - start].ljust(end - start, b"\0")
-        pieces.append(frame if crc32c(frame) == crc else older)
-    mender.put_value(BY_SEQNO_TABLE, key, place, value[: len(value) - len(body)] + b"".join(pieces))
-    return FROM_COPY
-
-
 WIDE_BUGS: Final[dict[str, Bug]] = {
     "touch-in-vain": Bug(
         "a touch keeps the expiry", (_ONE_BY_ONE, Replaced(updates, "touch", _touch_in_vain)),
@@ -435,13 +391,13 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
     "due-is-answered": Bug(
         "a due document is answered as long as nobody pages it out",
         (
-            Replaced(Engine, "expire_if_due", _is_not_due),
-            Replaced(Pager, "step", _nothing_to_page),
+            Replaced(Engine, "expire_if_due", answering(False)),
+            Replaced(Pager, "step", answering(True)),
         ),
         nodes=1,
     ),
     "pages-anywhere": one(
-        "replicas expire documents themselves", Pager, "_takes_writes", _takes_all
+        "replicas expire documents themselves", Pager, "_takes_writes", answering(True)
     ),
     "revision-again": one(
         "a document that is created again begins at revision 1",
@@ -487,13 +443,13 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
         "a consumer of another history goes on", streams, "decide", _goes_on, nodes=1
     ),
     "rollback-miscounts": one(
-        "a rollback counts a document twice", Keyspace, "_is_live", _is_not_due, nodes=1
+        "a rollback counts a document twice", Keyspace, "_is_live", answering(False), nodes=1
     ),
     "folder-unsynced": one(
-        "a new segment's name is not synced", FileLogDevice, "_sync_folder", _nothing, nodes=1
+        "a new segment's name is not synced", FileLogDevice, "_sync_folder", answering(), nodes=1
     ),
     "log-unsynced": one(
-        "a group is answered without a sync", FileLogDevice, "sync", _nothing, nodes=1
+        "a group is answered without a sync", FileLogDevice, "sync", answering(), nodes=1
     ),
     "checksum-unread": one(
         "a record's checksum is not looked at", record, "_record_at", _record_unchecked, nodes=1
@@ -538,11 +494,11 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
     ),
     "cut-closes-nothing": one(
         "a node that has drawn a cut gives changes a CAS below its time",
-        cut_member, "close_time", _nothing,
+        cut_member, "close_time", answering(),
     ),
     "cut-held-for-ever": one(
         "a node waits for ever for a leader's word that a cut is complete",
-        CutMember, "tick", _nothing,
+        CutMember, "tick", answering(),
     ),
     "cut-waits-for-clock": one(
         "a node that has closed times ahead of its clock takes part again when the clock is there",
@@ -576,14 +532,7 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
     ),
     "early-end-is-good": one(
         "a start does not look whether the log ends too early",
-        recovery, "lost_end", _nothing, nodes=1,
-    ),
-    "repair-takes-all": one(
-        "a copy takes versions of another history", prober, "why_not_taken", _no_reason
-    ),
-    "repair-takes-older": one(
-        "a copy puts an older version in place of the one that it lacks, and proves nothing",
-        twin_mender, "put_versions", put_older,
+        recovery, "lost_end", answering(), nodes=1,
     ),
     "hashes-at-once": one(
         "hashes are told before the changes are committed", HashReads, "_answer", _answer_at_once

@@ -16,6 +16,8 @@ from vbucket.native.key_hashes import hash_of_document, hash_of_key
 
 SUM_MAX = 2**64
 PUT_RIGHT = "put right"
+NAMED = "put right, because a merge or a start named it"
+"""How a damage ends that nothing in the cluster has mended."""
 
 
 def scans(scanned: Iterable[Scanned], ledger: Ledger) -> list[str]:
@@ -131,12 +133,18 @@ def repairs(taken: Iterable[Repair]) -> list[str]:
 
 
 def damages(damaged: Iterable[Damaged]) -> list[str]:
-    """Each is mended to the byte, or named before a backup puts it right."""
+    """Each is mended to the byte, or named before a backup puts it right. A merge asks no other
+    copy: it names what the node cannot prove alone.
+    """
     problems = []
     for each in damaged:
         if each.is_put_wrong:
             problems.append(f"{each}: something else was put in its place")
-        elif each.must_mend and each.ended == PUT_RIGHT:
+        elif each.told_mended:
+            problems.append(f"{each}: it counts as mended ({each.told_mended}), and is not")
+        elif each.must_mend and (
+            each.ended == PUT_RIGHT or (each.ended == NAMED and each.provers is None)
+        ):
             problems.append(f"{each}: it could be proven, and was not mended in time")
         elif each.ended == PUT_RIGHT and not each.named:
             problems.append(f"{each}: it was neither mended nor named")
