@@ -19,7 +19,7 @@ from support.etcd_members import EtcdMembers
 from support.forgetful_disk import small_disk
 from support.waiting import until
 from tests.soak.cluster import faults, run
-from tests.soak.cluster.contents import _against_answers, _different
+from tests.soak.cluster.contents import _against_answers, different
 from tests.soak.cluster.faults import ALONE, FAULTS, Scene
 from tests.soak.cluster.history import Kind, Operation
 from tests.soak.cluster.load import Load
@@ -38,7 +38,7 @@ def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
         assert only == ("kill node",)
         if len(seeds) == 3:
             raise KeyboardInterrupt
-        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0, 1, 50, {b"k": []})
+        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0, 1, 50, 4, 40, 2, 1, {b"k": []})
 
     def judge(histories: dict[bytes, list[Operation]]) -> Counter[str]:
         assert histories == {b"k": []}
@@ -53,7 +53,11 @@ def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "4 seeds, 400 answered, 8 ambiguous, 4 SIGKILLs, 200 events" in out
     assert "Porcupine: 4 histories judged the same by both" in out
-    assert json.loads(state.read_text())["faults"] == {"kill node": 4}
+    assert "40 effects through 4 deaths in the group, 2 backups (1 cuts)" in out
+    assert "16 deaths in the group, 160 effects, 8 backups" in out
+    kept = json.loads(state.read_text())
+    assert kept["faults"] == {"kill node": 4}
+    assert (kept["deaths"], kept["effects"], kept["backups"], kept["cuts"]) == (16, 160, 8, 4)
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -225,8 +229,8 @@ def test_what_is_stored_is_held_against_the_answers(load, stored, words):
 
 
 def test_copies_that_differ_are_named():
-    assert _different("node a", {b"k": b"1"}, {b"k": b"1"}) == []
-    (text,) = _different("node a", {b"k": b"1", b"x": b"2"}, {b"k": b"0"})
+    assert different("node a", {b"k": b"1"}, {b"k": b"1"}) == []
+    (text,) = different("node a", {b"k": b"1", b"x": b"2"}, {b"k": b"0"})
     assert text.startswith("node a differs in 2 keys")
 
 

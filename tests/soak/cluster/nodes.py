@@ -150,6 +150,10 @@ class FaultyCluster(Members[DcpdProcess]):
         """Return where clients reach a node: through the network."""
         return f"{ADVERTISED}:{self.nodes[name].port}"
 
+    def everywhere(self) -> str:
+        """Return the address of all nodes that there are now, for clients."""
+        return "dcpd://" + ",".join(self.address(name) for name in self.nodes)
+
     def start(self, name: str) -> None:
         """Start a node on the folder that it has."""
         with self._starting:

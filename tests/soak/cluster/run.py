@@ -7,7 +7,9 @@ At the end everything is healed, and checked:
 - nothing that was answered is lost, and nothing is there that was refused;
 - the copies of a document are equal, on all nodes;
 - consumers that have followed all the time, of masters and of copies, have what the nodes have, as
-  has one that begins now.
+  has one that begins now;
+- each change had its effect once in the sink of a group of consumers whose members die;
+- each backup, restored into an empty node, is a state that the histories allow.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from typing import Any, Final, NamedTuple
 from clients.kv.client import KvClient
 from clients.mirror.mirror import Mirror
 from support.forgetful_disk import small_disk
+from tests.soak.cluster.backups import Backups
+from tests.soak.cluster.beside import Beside
 from tests.soak.cluster.contents import check_contents
 from tests.soak.cluster.faults import ALONE, FAULTS, Begun, Scene
+from tests.soak.cluster.group import LivingGroup
 from tests.soak.cluster.history import Operation
 from tests.soak.cluster.linearizable import mixed_tokens, violation_of
 from tests.soak.cluster.load import TIMEOUT_S, Load
@@ -47,7 +52,8 @@ PROGRESS: Final = 60
 """Operations that are answered after a fault before the next one begins."""
 PROGRESS_S: Final = 300.0
 DISK_MEBIBYTES: Final = 96
-COUNTED: Final = ("answered", "ambiguous", "sigkills", "events")
+COUNTED: Final = ("answered", "ambiguous", "sigkills", "events", "deaths", "effects", "backups",
+                  "cuts")  # fmt: skip
 """What is added up over all runs with one state file."""
 SETTLE_S: Final = 1.0
 """Load before the first fault."""
@@ -71,6 +77,14 @@ class RoundReport(NamedTuple):
     """Processes that were killed: nodes, store processes, members of etcd."""
     events: int = 0
     """Changes that consumers took, each through the validator."""
+    deaths: int = 0
+    """How often members of the group were killed, were frozen, or left."""
+    effects: int = 0
+    """Changes that had their effect in the group's sink, each once."""
+    backups: int = 0
+    """Runs that were restored and compared."""
+    cuts: int = 0
+    """Of these, the runs that end at a cut."""
     histories: Mapping[bytes, Sequence[Operation]] = MappingProxyType({})
     """What happened to each key that is written again and again."""
 
@@ -78,8 +92,9 @@ class RoundReport(NamedTuple):
         """Return it in one line."""
         return (
             f"{self.answered:,} answered, {self.ambiguous:,} ambiguous, "
-            f"{self.faults.total()} faults, {self.sigkills} SIGKILLs, {self.events:,} events in "
-            f"{self.seconds:.0f} s"
+            f"{self.faults.total()} faults, {self.sigkills} SIGKILLs, {self.events:,} events, "
+            f"{self.effects:,} effects through {self.deaths} deaths in the group, {self.backups} "
+            f"backups ({self.cuts} cuts) in {self.seconds:.0f} s"
         )
 
 
@@ -93,6 +108,7 @@ class Round:
         views: Mapping[str, Mirror],
         seed: int,
         second: Sequence[str] = (),
+        beside: Sequence[Beside] = (),
     ) -> None:
         self.cluster = cluster
         self.load = Load(kv, self._addresses, seed)
@@ -102,6 +118,7 @@ class Round:
         self._scene = Scene(cluster, random.Random(seed))
         self._second = second
         """What may begin while another fault lasts; (): all."""
+        self._beside = beside
         self._healing: list[Begun] = []
 
     def _addresses(self) -> dict[str, str]:
@@ -111,16 +128,23 @@ class Round:
         """Let faults happen under load, then check everything."""
         self.load.begin()
         try:
+            for each in self._beside:
+                each.begin()
             await self._rest(SETTLE_S)
             for name in names:
                 await self._one(name)
             await self._heal()
             await asyncio.to_thread(self.cluster.until_in_sync)
+            for each in self._beside:
+                await each.stop()
             await self.load.stop()
+            await self.check()
         except BaseException:
             await self.load.abandon()
             raise
-        await self.check()
+        finally:
+            for each in self._beside:
+                await each.abandon()
 
     async def _one(self, name: str) -> None:
         draw, cluster = self._scene.draw, self.cluster
@@ -164,6 +188,8 @@ class Round:
 
     def _check_alive(self) -> None:
         self.load.check_alive()
+        for each in self._beside:
+            each.check()
         for name, node in self.cluster.nodes.items():
             process = node._process
             if process is not None and process.poll() is not None:
@@ -181,7 +207,9 @@ class Round:
     async def check(self) -> None:
         """Check everything. Raises WrongError."""
         await self.load.read_all()
-        wrong = []
+        wrong: list[str] = []
+        for each in self._beside:
+            wrong += await each.wrong(self.load, self._kv)
         for key, history in self.load.histories.items():
             found = violation_of(history)
             wrong += [f"{key!r}: {found.words()}"] if found is not None else []
@@ -232,14 +260,17 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
         Mirror(address, validate=True, from_replicas=True) as of_copies,
     ):
         views = {"a consumer": of_masters, "a consumer of the copies": of_copies}
-        one = Round(cluster, kv, views, seed, second=names)
+        group = LivingGroup(cluster.folder, cluster.everywhere, random.Random(f"{seed} group"))
+        backups = Backups(cluster, random.Random(f"{seed} backups"))
+        one = Round(cluster, kv, views, seed, second=names, beside=(backups, group))
         await one.run(drawn)
     await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
     counts = one.load.counts
     return RoundReport(
         counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s,
         one.sigkills, sum(view.consumer.metrics.changes for view in views.values()),
-        one.load.histories,
+        group.deaths.total(), group.effects, len(backups.runs),
+        sum(run.is_cut for run in backups.runs), one.load.histories,
     )  # fmt: skip
 
 
@@ -283,8 +314,9 @@ def soak(
     counted = ", ".join(f"{count} {name}" for name, count in sorted(state["faults"].items()))
     print(
         f"{state['seed']:,} seeds, {state['answered']:,} answered, {state['ambiguous']:,} "
-        f"ambiguous, {state['sigkills']:,} SIGKILLs, {state['events']:,} events: 0 lost, 0 stale, "
-        f"0 different\n{counted}"
+        f"ambiguous, {state['sigkills']:,} SIGKILLs, {state['events']:,} events, "
+        f"{state['deaths']:,} deaths in the group, {state['effects']:,} effects, "
+        f"{state['backups']:,} backups: 0 lost, 0 stale, 0 different, 0 twice\n{counted}"
     )
     if judged := state.get("judged"):
         print(f"Porcupine: {counts_words(judged)}")
