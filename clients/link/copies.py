@@ -61,8 +61,10 @@ class Copies:
 
 
 def check_copies(topology: Topology, server: str) -> None:
-    """Raise UnsupportedError if there is nothing to read from but masters."""
-    if not any(topology.replica_map):
+    """Raise UnsupportedError if partitions have one copy each. If they have more, and none of these
+    is in sync just now, masters serve until one is.
+    """
+    if not topology.replica_map:
         raise UnsupportedError(
             "from_replicas: there is one copy of each partition, on its master",
             node=server,

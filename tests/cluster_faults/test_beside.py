@@ -117,13 +117,12 @@ def test_a_member_that_ends_by_itself_is_noticed(tmp_path: Path) -> None:
 async def test_a_group_on_one_node_dies_and_has_each_effect_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.soak.cluster.group.EVERY_S", (0.0, 0.1))
     monkeypatch.setattr("tests.soak.cluster.group.AWAY_S", (0.0, 0.0))
     monkeypatch.setattr("tests.soak.cluster.group.WAYS", {"killed": 1, "left": 1})
     with DcpServer(tmp_path / "data", "--partitions", "64") as server:
         async with KvClient.connect(server.address) as kv:
             load = Load(kv, dict, 1)
-            group = LivingGroup(tmp_path, lambda: server.address, random.Random(1))
+            group = LivingGroup(tmp_path, lambda: server.address, random.Random(1), (0.0, 0.1))
             group.begin()
             load.begin()
             try:

@@ -24,7 +24,7 @@ from tests.soak.cluster.faults import ALONE, FAULTS, Scene
 from tests.soak.cluster.history import Kind, Operation
 from tests.soak.cluster.load import Load
 from tests.soak.cluster.network import Network
-from tests.soak.cluster.nodes import FaultyCluster
+from tests.soak.cluster.nodes import FaultyCluster, is_alive
 from tests.soak.cluster.run import RoundReport, choose, soak
 
 ROOT = Path(__file__).parents[2]
@@ -199,6 +199,50 @@ def test_a_fault_does_what_the_cluster_can_do(
     assert bool(killed) == (name == "kill store")
     is_kill = name in {"kill node", "kill store", "kill etcd", "wipe"}
     assert {each.sigkills for each in begun} == {int(is_kill)}
+
+
+def test_a_member_of_etcd_that_is_dead_is_not_killed_again() -> None:
+    cluster = create_autospec(FaultyCluster, instance=True)
+    cluster.etcd = create_autospec(EtcdMembers, instance=True)
+    process = create_autospec(subprocess.Popen, instance=True)
+    cluster.etcd.processes = [None, process, None]
+    for seed in range(20):
+        assert FAULTS["kill etcd"].fault(Scene(cluster, random.Random(seed))).sigkills == 1
+    assert {call.args for call in cluster.etcd.kill.mock_calls} == {(1,)}
+    cluster.etcd.processes = [None] * 3
+    begun = FAULTS["kill etcd"].fault(Scene(cluster, random.Random(1)))
+    assert (begun.words, begun.sigkills) == ("no member of etcd runs", 0)
+
+
+def test_a_killed_process_that_nobody_waited_for_is_dead() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert is_alive(process.pid)
+        process.kill()
+        until(lambda: not is_alive(process.pid))
+        assert process.returncode is None, "it was not waited for"
+    assert not is_alive(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("only", "pace"),
+    [
+        ((), run.USUAL),
+        (("kill node", "cut pair"), run.OF_FEW),
+        (("kill node", "kill store", "kill etcd"), run.KILLING),
+        (("kill store",), run.KILLING),
+    ],
+)
+def test_rounds_of_kills_only_are_in_haste(monkeypatch, only, pace) -> None:
+    found: list[run.Pace] = []
+
+    async def run_round(_folder, _seed, names, *, disks, pace):
+        assert len(names) == (pace.faults if only else 0)
+        assert set(names) <= set(only)
+        found.append(pace)
+
+    monkeypatch.setattr(run, "run_round", run_round)
+    run.run_seed(1, only=only)
+    assert found == [pace]
 
 
 def calls_of(cluster: Any) -> set[str]:

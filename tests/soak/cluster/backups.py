@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -48,6 +47,10 @@ OTHER_PARTITIONS: Final = 128
 """Of some of the nodes that are restored into: there documents go by their keys."""
 
 
+class BackupError(Exception):
+    """A run cannot be restored as of its end."""
+
+
 class Run(NamedTuple):
     """A run that is complete."""
 
@@ -57,11 +60,13 @@ class Run(NamedTuple):
     returned_ns: int
     from_replicas: bool
     is_cut: bool
+    kind: str = ""
+    """What it stored, and how it went, for messages."""
 
     def words(self) -> str:
         """Return what it is."""
         source = "copies" if self.from_replicas else "masters"
-        return f"backup {self.number} of {source}{', a cut' if self.is_cut else ''}"
+        return f"backup {self.number} of {source}{', a cut' if self.is_cut else ''}{self.kind}"
 
 
 class Backups(Beside):
@@ -70,8 +75,8 @@ class Backups(Beside):
     def __init__(self, cluster: FaultyCluster, draw: random.Random) -> None:
         super().__init__()
         self.runs: list[Run] = []
-        self.failed: Counter[str] = Counter()
-        """Error -> runs that ended with it, while the cluster could not be read."""
+        self._failed = 0
+        """Runs that have failed since the last one that did not."""
         self._failed_since_s = 0.0
         self._cluster = cluster
         self._archive = str(cluster.folder / "archive")
@@ -94,18 +99,22 @@ class Backups(Beside):
         called_ns = time.monotonic_ns()
         try:
             report = await Backup(archive, parse_address(self._cluster.everywhere()), options).run()
-        except TRANSIENT as error:
+        except TRANSIENT:
             self._failed_since_s = self._failed_since_s or time.monotonic()
             if time.monotonic() - self._failed_since_s > GIVE_UP_S:
                 raise
-            self.failed[type(error).__name__] += 1
+            self._failed += 1
             return False
         self._failed_since_s = 0.0
         if is_of_copies:
             called_ns = max((run.called_ns for run in self.runs), default=0)
-        is_cut = not (is_of_copies or report.why_no_cut or report.record.rollbacks)
+        record = report.record
+        is_cut = not (is_of_copies or report.why_no_cut or record.rollbacks)
+        kind = f", {'every version' if record.is_history else 'newest only'}"
+        kind += f", after {self._failed} failures" if self._failed else ""
+        self._failed = 0
         self.runs.append(
-            Run(report.record.run, called_ns, time.monotonic_ns(), is_of_copies, is_cut)
+            Run(record.run, called_ns, time.monotonic_ns(), is_of_copies, is_cut, kind)
         )
         return True
 
@@ -133,7 +142,8 @@ class Backups(Beside):
             address = parse_address(node.address)
             archive = open_archive(self._archive)
             report = await Restore(archive, Point(run=run.number), Selection()).run(address)
-            assert report.is_whole, f"{run.words()} was not restored whole: {report}"
+            if not report.is_whole or report.plan.earlier or report.plan.damages:
+                raise BackupError(f"{run.words()} was not restored whole: {report}")
             return await streamed(address)
 
 

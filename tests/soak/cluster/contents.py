@@ -35,7 +35,9 @@ async def check_contents(
     for name, view in views.items():
         await view.caught_up(FOLLOW_S)
         wrong += different(name, _of_users(view.items()), stored)
-    wrong += different("a consumer from the beginning", await streamed(kv.address), stored)
+    wrong += different(
+        "a consumer from the beginning", await streamed(parse_address(cluster.everywhere())), stored
+    )
     for name in cluster.nodes:
         held = await _copies(cluster, name, stored)
         wrong += different(f"node {name}", held, stored)

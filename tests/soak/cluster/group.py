@@ -28,8 +28,6 @@ from tests.soak.cluster.load import Load
 from tests.soak.cluster.network import ROOT
 
 MEMBERS: Final = 3
-EVERY_S: Final = (1.0, 6.0)
-"""Time between two deaths: between these."""
 AWAY_S: Final = (0.0, 3.0)
 """How long a dead member is away."""
 FROZEN_S: Final = (1.2 * LEASE_S, 2 * LEASE_S)
@@ -68,8 +66,7 @@ class Member:
     def check(self) -> None:
         """Raise GroupError if it has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
-            log = self._log_path.read_text(errors="replace")
-            raise GroupError(f"a member of the group has ended: {log[-3000:]}")
+            raise self._ended()
 
     def freeze(self) -> None:
         """SIGSTOP."""
@@ -86,30 +83,46 @@ class Member:
         """SIGKILL, if it runs."""
         process, self._process, self._is_frozen = self._process, None, False
         if process is not None:
-            process.kill()
-            process.wait()
-            with suppress(BrokenPipeError):
-                process.communicate()
+            _kill(process)
 
     def leave(self) -> None:
         """End its input, and return when it has left the group. Raises GroupError."""
-        process = self._process
+        process, self._process = self._process, None
         assert process is not None
-        with suppress(subprocess.TimeoutExpired):
+        try:
             process.communicate(timeout=LEAVE_S)
-        if process.returncode:
-            self.check()
-        self.kill()  # if it has not left by then, it dies
+        except subprocess.TimeoutExpired:  # its cluster does not answer
+            _kill(process)
+        else:
+            if process.returncode:
+                raise self._ended()
+
+    def _ended(self) -> GroupError:
+        log = self._log_path.read_text(errors="replace")
+        return GroupError(f"a member of the group has ended: {log[-3000:]}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(BrokenPipeError):
+        process.communicate()
+
+
 class LivingGroup(Beside):
     """See the module. `address`: where the nodes are now."""
 
-    def __init__(self, folder: Path, address: Callable[[], str], draw: random.Random) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: Callable[[], str],
+        draw: random.Random,
+        every_s: tuple[float, float],
+    ) -> None:
+        """`every_s`: between these is the time between two deaths."""
         super().__init__()
         self.deaths: Counter[str] = Counter()
         """How members went -> how often."""
@@ -117,6 +130,7 @@ class LivingGroup(Beside):
         """At the end: changes that had their effect, and the newest epoch."""
         self._path = folder / "group.sqlite"
         self._draw = draw
+        self._every_s = every_s
         self._members = [Member(folder, number, address) for number in range(MEMBERS)]
 
     def begin(self) -> None:
@@ -146,7 +160,7 @@ class LivingGroup(Beside):
     async def _go_on(self) -> None:
         draw = self._draw
         while True:
-            await self._rest(draw.uniform(*EVERY_S))
+            await self._rest(draw.uniform(*self._every_s))
             if self._is_over.is_set():
                 return
             way = draw.choices(list(WAYS), list(WAYS.values()))[0]

@@ -26,7 +26,7 @@ from clients.checkpoint.checkpoint import Checkpoint, decode_position, encode_po
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.group_member import GroupMember, Share
 from clients.consumer.options import ConsumerOptions
-from clients.errors import TRANSIENT, EpochGoneError
+from clients.errors import TRANSIENT, EpochGoneError, NotMyVbucketError
 from clients.event import (
     Deletion,
     Event,
@@ -195,7 +195,7 @@ async def follow(address: str, path: Path) -> None:
             try:
                 await stack.enter_async_context(member)
                 break
-            except TRANSIENT as error:
+            except (NotMyVbucketError, *TRANSIENT) as error:
                 print(f"not a member yet: {error}", file=sys.stderr, flush=True)
                 await asyncio.sleep(RETRY_S)
         await member.run(sink.begin, sink.take)
