@@ -16,11 +16,17 @@ Rules, per partition. The first violation raises StreamViolationError:
 
 The validator stores every version of each key. So a rollback can restore older versions, and
 `compare` can list the differences from a server's documents.
+
+Mutations that come together (`observe_run`) are checked by the same rules, column by column. If one
+breaks a rule, all of them are checked one by one, so the error is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from operator import ge
 from typing import Any, Final, NamedTuple
 
 from clients.errors import StreamViolationError
@@ -50,8 +56,18 @@ class Held(NamedTuple):
     seqno: int
 
 
-Key = tuple[int, bytes]
-"""Collection id, logical key."""
+_Version = tuple[bytes | None, int, int]
+"""The fields of a Held, without its class: there are millions."""
+
+
+class Columns(NamedTuple):
+    """Mutations of one partition, in order, without XATTRs and previous values."""
+
+    keys: Sequence[bytes]
+    values: Sequence[bytes]
+    seqnos: Sequence[int]
+    rev_seqnos: Sequence[int]
+    cas: Sequence[int]
 
 
 class _Partition:
@@ -78,11 +94,12 @@ class _Partition:
         self.end: int | None = None
         """End of the previous snapshot of this stream."""
         self.marker: SnapshotStart | None = None
-        self.keys: set[Key] = set()
-        self.revisions: dict[Key, int] = {}
+        self.keys: defaultdict[int, set[bytes]] = defaultdict(set)
+        """Collection -> keys of the current snapshot."""
+        self.revisions: dict[tuple[int, bytes], int] = {}
         """Last revision of each key in the current history snapshot."""
-        self.held: dict[Key, list[Held]] = {}
-        """Versions by key, oldest first."""
+        self.held: defaultdict[int, dict[bytes, list[_Version]]] = defaultdict(dict)
+        """Collection -> versions by key, oldest first."""
 
 
 class StreamValidator:
@@ -108,6 +125,16 @@ class StreamValidator:
         partition = self._partition(stream_id << 16 | event.vb_id)
         _CHECKS[type(event)](self, partition, event)
 
+    def observe_run(self, vb_id: int, columns: Columns, collection_id: int = 0) -> None:
+        """Check mutations that come together. Raises StreamViolationError, as `observe` does for
+        the first of them that breaks a rule.
+        """
+        if not self._take_run(self._partition(vb_id), columns, collection_id):
+            for key, value, seqno, rev_seqno, cas in zip(*columns, strict=True):
+                event = Mutation(vb_id, key, value, seqno, rev_seqno, cas, 0, 0)
+                event.collection_id = collection_id
+                self.observe(event)
+
     def documents(self, collection_id: int = 0) -> dict[bytes, Held]:
         """Return the current documents of a collection by key."""
         documents: dict[bytes, Held] = {}
@@ -118,9 +145,9 @@ class StreamValidator:
     def documents_of(self, vb_id: int, collection_id: int = 0) -> dict[bytes, Held]:
         """Return the current documents of one partition and collection by key."""
         return {
-            key: versions[-1]
-            for (of_id, key), versions in self._partition(vb_id).held.items()
-            if of_id == collection_id and versions[-1].value is not None
+            key: Held(*versions[-1])
+            for key, versions in self._partition(vb_id).held[collection_id].items()
+            if versions[-1][0] is not None
         }
 
     def seqnos(self) -> dict[int, int]:
@@ -194,14 +221,14 @@ class StreamValidator:
     def on_mutation(self, partition: _Partition, event: Mutation) -> None:
         """A document was set."""
         self._change(partition, event)
-        held = Held(event.value, event.cas, event.seqno)
-        partition.held.setdefault((event.collection_id, event.key), []).append(held)
+        versions = partition.held[event.collection_id].setdefault(event.key, [])
+        versions.append((event.value, event.cas, event.seqno))
 
     def on_deletion(self, partition: _Partition, event: Deletion) -> None:
         """A document was deleted."""
         self._change(partition, event)
-        held = Held(None, event.cas, event.seqno)
-        partition.held.setdefault((event.collection_id, event.key), []).append(held)
+        versions = partition.held[event.collection_id].setdefault(event.key, [])
+        versions.append((None, event.cas, event.seqno))
 
     def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
         """The seqno advanced without a change."""
@@ -211,9 +238,8 @@ class StreamValidator:
         """A collection was created, changed or dropped. A drop deletes its documents."""
         self._move(partition, event.vb_id, event.seqno)
         if event.kind == SystemEventKind.DROP_COLLECTION:
-            for (of_id, _), versions in partition.held.items():
-                if of_id == event.collection_id:
-                    versions.append(Held(None, 0, event.seqno))
+            for versions in partition.held[event.collection_id].values():
+                versions.append((None, 0, event.seqno))
 
     def on_complete(self, partition: _Partition, event: SnapshotEnd) -> None:
         """A snapshot is complete."""
@@ -250,11 +276,12 @@ class StreamValidator:
         self.rollback_count += 1
         partition.is_open = False
         partition.seqno = event.to_seqno
-        for key, versions in list(partition.held.items()):
-            while versions and versions[-1].seqno > event.to_seqno:
-                versions.pop()
-            if not versions:
-                del partition.held[key]
+        for held in partition.held.values():
+            for key, versions in list(held.items()):
+                while versions and versions[-1][2] > event.to_seqno:
+                    versions.pop()
+                if not versions:
+                    del held[key]
 
     def on_failed(self, partition: _Partition, _event: StreamFailed) -> None:
         """A stream failed for good."""
@@ -288,20 +315,50 @@ class StreamValidator:
         partition.seqno = seqno
         return marker
 
+    def _take_run(self, partition: _Partition, columns: Columns, collection_id: int) -> bool:
+        """Take mutations that break no rule; return False, and take none, if one does."""
+        marker, seqnos = partition.marker, columns.seqnos
+        if marker is None or not partition.is_open:
+            return False
+        is_inside = marker.start_seqno <= seqnos[0] and seqnos[-1] <= marker.end_seqno
+        falls = any(map(ge, seqnos, islice(seqnos, 1, None)))
+        if not is_inside or falls or seqnos[0] <= (partition.seqno or 0):
+            return False
+        is_unique = not marker.flags & _MAY_DUPLICATE_KEYS
+        keys = set(columns.keys) if is_unique else set()
+        known = partition.keys[collection_id]
+        if is_unique and (len(keys) < len(columns.keys) or not known.isdisjoint(keys)):
+            return False
+        if marker.flags & _HISTORY and not _are_next(partition.revisions, columns, collection_id):
+            return False
+        if is_unique:
+            known |= keys
+        held = partition.held[collection_id]
+        versions = zip(columns.values, columns.cas, seqnos, strict=True)
+        for key, version in zip(columns.keys, versions, strict=True):
+            if (before := held.get(key)) is None:
+                held[key] = [version]
+            else:
+                before.append(version)
+        partition.seqno = seqnos[-1]
+        self.event_count += len(seqnos)
+        return True
+
     def _change(self, partition: _Partition, event: Mutation | Deletion) -> None:
         """Check a change before it is stored."""
         name, seqno = event.key, event.seqno
-        key = (event.collection_id, name)
         marker = self._move(partition, event.vb_id, seqno)
-        if not marker.flags & MarkerFlag.MAY_DUPLICATE_KEYS:
-            if key in partition.keys:
+        if not marker.flags & _MAY_DUPLICATE_KEYS:
+            keys = partition.keys[event.collection_id]
+            if name in keys:
                 raise _violation(
                     event.vb_id,
                     f"key {name!r} twice in the snapshot {_span(marker)}, again at seqno {seqno}",
                 )
-            partition.keys.add(key)
-        if not marker.flags & MarkerFlag.HISTORY:
+            keys.add(name)
+        if not marker.flags & _HISTORY:
             return
+        key = (event.collection_id, name)
         before = partition.revisions.get(key)
         if before is not None and event.rev_seqno != before + 1:
             raise _violation(
@@ -310,13 +367,13 @@ class StreamValidator:
                 f" the history snapshot {_span(marker)}: a version is missing",
             )
         partition.revisions[key] = event.rev_seqno
-        held = partition.held.get(key)
-        if event.previous_value is not None and held and held[-1].value != event.previous_value:
+        held = partition.held[event.collection_id].get(name)
+        if event.previous_value is not None and held and held[-1][0] != event.previous_value:
             raise _violation(
                 event.vb_id,
                 f"key {name!r} at seqno {seqno} has the previous value"
                 f" {event.previous_value[:60]!r}, but the consumer has"
-                f" {(held[-1].value or b'')[:60]!r} (seqno {held[-1].seqno})",
+                f" {(held[-1][0] or b'')[:60]!r} (seqno {held[-1][2]})",
             )
 
 
@@ -332,6 +389,28 @@ _CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] =
     Rollback: StreamValidator.on_rollback,
     StreamFailed: StreamValidator.on_failed,
 }
+
+
+_MAY_DUPLICATE_KEYS: Final = int(MarkerFlag.MAY_DUPLICATE_KEYS)
+_HISTORY: Final = int(MarkerFlag.HISTORY)
+"""Plain numbers: an enum's operators would take longer than the checks."""
+
+
+def _are_next(
+    revisions: dict[tuple[int, bytes], int], columns: Columns, collection_id: int
+) -> bool:
+    """Take the revisions of mutations in a history; return False, and take none, if one is missing
+    before one of them.
+    """
+    taken: dict[tuple[int, bytes], int] = {}
+    for name, rev_seqno in zip(columns.keys, columns.rev_seqnos, strict=True):
+        key = (collection_id, name)
+        before = taken.get(key, revisions.get(key))
+        if before is not None and rev_seqno != before + 1:
+            return False
+        taken[key] = rev_seqno
+    revisions |= taken
+    return True
 
 
 def _span(marker: SnapshotStart) -> str:

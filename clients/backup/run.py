@@ -419,10 +419,10 @@ class Backup:
         try:
             self._collections = await collections_of(link)
             assert self._cluster.topology is not None
+            self._is_one_node = self._cluster.topology.is_alone
             if self._copies is not None and self._cluster.newest is not None:
                 check_copies(self._cluster.newest, self._address.node)
                 self._cluster.topology = self._copies.chosen(self._cluster.newest)
-            self._is_one_node = len(self._cluster.topology.nodes) == 1
         finally:
             link.close()
 

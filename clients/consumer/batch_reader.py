@@ -7,7 +7,8 @@ Called by `clients.consumer` for its user, and by `clients.consumer.supervisor` 
 Invariants
 - events are returned in the order of arrival, each once. If an iteration stops in the middle of a
   batch, the next iteration gets the rest;
-- mutations are decoded (`decoded`) before they are returned, or not at all (`lazy_batches`);
+- mutations are decoded (`decoded`) before they are returned, or not at all (`lazy_batches`). Either
+  way the validator has seen each of them before;
 - piece_start <= count <= len(batch.items): items up to `_piece_start` are processed, items up to
   `_count` are returned. No position is ahead of `_count`;
 - a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
@@ -30,7 +31,7 @@ from clients.consumer.saving import Saver
 from clients.consumer.streams import Batch, Closed, Item, advance
 from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.streaming.mutations import Mutations, decoded
-from clients.validator import StreamValidator
+from clients.validator import Columns, StreamValidator
 
 PIECES_PER_S: Final = 10
 """With a rate limit, the events of one second are returned in this many pieces."""
@@ -231,11 +232,8 @@ class BatchReader:
         return cast("AsyncIterator[list[Event]]", self._pieces(source, is_lazy=False))
 
     def lazy_batches(self, source: Source) -> AsyncIterator[list[Item]]:
-        """Yield the same, with mutations that are not decoded. If there is a rate limit or a
-        validator, they are.
-        """
-        is_lazy = self._validator is None and self.pace is None
-        return self._pieces(source, is_lazy=is_lazy)
+        """Yield the same, with mutations that are not decoded. With a rate limit, they are."""
+        return self._pieces(source, is_lazy=self.pace is None)
 
     async def cuts(self, source: Source, events_max: int | None) -> AsyncIterator[Cut]:
         """Yield what `batches` does up to each cut, in parts if there is more than `events_max`.
@@ -407,8 +405,10 @@ class BatchReader:
         items = batch_items[self._looked_at : stop]
         if self._validator is not None:
             for item in items:
-                assert not isinstance(item, Mutations), "with a validator, all is decoded"
-                self._validator.observe(item)
+                if isinstance(item, Mutations):
+                    self._validator.observe_run(item.vb_id, _columns_of(item))
+                else:
+                    self._validator.observe(item)
                 self._looked_at += 1
         self._looked_at = max(stop, self._looked_at)
         kinds = [type(item) for item in items]
@@ -463,6 +463,13 @@ class BatchReader:
         taken = self._queue[index]
         del self._queue[index]
         return taken
+
+
+def _columns_of(mutations: Mutations) -> Columns:
+    return Columns(
+        mutations.keys(), mutations.values(), mutations.seqnos(), mutations.rev_seqnos(),
+        mutations.cas(),
+    )  # fmt: skip
 
 
 def _events_in(items: list[Item]) -> int:

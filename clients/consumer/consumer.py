@@ -224,7 +224,7 @@ class Consumer:
         """Yield the same events, but consecutive mutations of a partition as one `Mutations`.
 
         This is the fastest way: keys, values and numbers are decoded when you ask for them. If
-        `events_per_s` or `validate` is set, every mutation comes as an event.
+        `events_per_s` is set, every mutation comes as an event.
         """
         await self.open()
         async for items in self._reader.lazy_batches(self._supervisor):

@@ -31,7 +31,13 @@ from clients.address import ServerAddress
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.options import ConsumerOptions, options_of
-from clients.errors import TRANSIENT, DcpdError, EpochGoneError
+from clients.errors import (
+    TRANSIENT,
+    AmbiguousWriteError,
+    DcpdError,
+    EpochGoneError,
+    OperationTimeoutError,
+)
 from clients.kv.client import KvClient
 from clients.operation import Document
 from clients.position import Position
@@ -178,6 +184,11 @@ class GroupMember:
         value = {"member": self.member, "lease_ms": int(self._lease_s * 1000), "leaves": leaves}
         operation = (Opcode.X_GROUP_BEAT, self._key, b"", json.dumps(value).encode(), 0)
         (found,) = await self._kv.execute([operation], timeout_s=self._lease_s)
+        if isinstance(found, AmbiguousWriteError):  # two beats are like one
+            raise OperationTimeoutError(
+                f"the group's server did not answer a beat within {self._lease_s:g} s: {found}",
+                hint="Try again: while the group's partition gets another master, none answers.",
+            ) from found
         if isinstance(found, DcpdError):
             raise found
         assert isinstance(found, Document)

@@ -61,8 +61,11 @@ class Copies:
 
 
 def check_copies(topology: Topology, server: str) -> None:
-    """Raise UnsupportedError if there is nothing to read from but masters."""
-    if not any(topology.replica_map):
+    """Raise UnsupportedError if partitions have one copy each. If they have more, and none of these
+    is in sync just now, masters serve until one is. A node that knows no masters yet, because it
+    has just started, does not know what copies there are.
+    """
+    if not topology.replica_map and any(index >= 0 for index in topology.vbucket_map):
         raise UnsupportedError(
             "from_replicas: there is one copy of each partition, on its master",
             node=server,

@@ -81,6 +81,13 @@ class Topology(NamedTuple):
         """Number of partitions."""
         return len(self.vbucket_map)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one node has all partitions and nobody else has a copy. A cluster's map may name
+        one node, too: the others are dead, or that node knows nothing of them yet.
+        """
+        return len(self.nodes) == 1 and not self.replica_map and -1 not in self.vbucket_map
+
     def node_of(self, vb_id: int) -> ClusterNode:
         """Return the node where the partition is active.
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from clients.address import parse_address
+from clients.backup.archives.archive import create_archive
 from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
-from clients.backup.run import PAUSE_MAX_S
+from clients.backup.run import PAUSE_MAX_S, Backup
 from clients.errors import AuthenticationError, ConnectError, TopologyError
 from clients.link.dials import Dials
 from clients.link.topology import ClusterNode, Topology
@@ -20,6 +21,7 @@ NODES = tuple(ClusterNode(host, port) for host, port in (A, B, C))
 
 class FakeLink:
     is_closed = False
+    has_collections = False
 
     def close(self):
         self.is_closed = True
@@ -160,3 +162,33 @@ async def test_what_a_retry_cannot_mend_is_raised_and_nothing_stays():
     await world.dialing.close()
     assert link.is_closed
     assert world.dials[1][1].cancelled()
+
+
+ONE = (ClusterNode("a", 1),)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_alone"),
+    [
+        (Topology((1, 1), ONE, (0, 0)), True),
+        (Topology((1, 1), NODES, (0, 1)), False),
+        (Topology((1, 1), ONE, (0, 0), ((), ())), False),
+        (Topology((1, 1), ONE, (-1, -1)), False),
+    ],
+    ids=["a node alone", "a cluster", "the others are dead", "it knows nothing of others yet"],
+)
+async def test_the_last_node_of_a_cluster_is_no_node_alone(tmp_path, found, is_alone):
+    """Its replicas may be behind their masters, and it has no moment of all partitions: the run
+    reads masters only, and asks for a cut.
+    """
+    backup = Backup(create_archive(str(tmp_path / "archive"), 0), parse_address("a:1"))
+    link = FakeLink()
+
+    async def refreshed_link():
+        backup._cluster.adopt(found)
+        return link
+
+    backup._dials.refreshed_link = refreshed_link
+    await backup._refresh()
+    assert backup._is_one_node is is_alone
+    assert link.is_closed

@@ -62,12 +62,22 @@ def test_after_a_while_all_begin_with_their_first_copy() -> None:
 def test_without_copies_masters_serve_and_the_check_says_so() -> None:
     alone = topology(())
     assert Copies().chosen(alone) == alone
-    none_left = topology(((),) * 16)
-    assert Copies().chosen(none_left).vbucket_map == MASTERS
-    for each in (alone, none_left):
-        with pytest.raises(UnsupportedError, match="one copy of each partition"):
-            check_copies(each, "h:1000")
+    with pytest.raises(UnsupportedError, match="one copy of each partition"):
+        check_copies(alone, "h:1000")
     check_copies(ALL, "h:1000")
+
+
+def test_copies_that_are_all_out_of_sync_come_back() -> None:
+    """While the other nodes are dead, maps name masters only, beside the empty places. A node that
+    has not read the metadata store yet names none.
+    """
+    raw = bucket_config(PartitionMap((MapNode("h", 1, 2),), ((0, -1, -1),) * 16).checked())
+    none_left = parse_topology(raw, "h")
+    check_copies(none_left, "h:1000")
+    check_copies(topology(())._replace(vbucket_map=(-1,) * 16), "h:1000")
+    copies = Copies()
+    assert copies.chosen(none_left).vbucket_map == (0,) * 16
+    assert copies.chosen(ALL) == Copies().chosen(ALL)
 
 
 def test_maps_tell_the_racks_of_nodes() -> None:

@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 
 from clients import (
+    AmbiguousWriteError,
     CheckpointError,
     Consumer,
     ConsumerOptions,
+    DcpdError,
     Delivery,
     EpochGoneError,
     GroupMember,
     KvClient,
+    OperationTimeoutError,
     Position,
     ServerCheckpoint,
     Share,
@@ -106,6 +109,22 @@ async def test_members_share_the_partitions_and_take_over(server: DcpServer) -> 
             assert first.share.epoch > epoch
             assert len(first.share.vbuckets) == 1024
             second._beating = asyncio.get_running_loop().create_task(second._beat_always())
+
+
+async def test_a_beat_without_an_answer_can_be_tried_again(
+    server: DcpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a write, and one that may have happened is no harm: two beats are like one."""
+
+    async def unanswered(*_: object, **__: object) -> list[DcpdError]:
+        return [AmbiguousWriteError("no answer within 1 s; the change may have been applied")]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvClient, "execute", unanswered)
+        with pytest.raises(OperationTimeoutError, match="did not answer a beat within"):
+            await GroupMember(server.address, "again").__aenter__()
+    async with GroupMember(server.address, "again") as member:
+        assert member.share is not None
 
 
 async def test_nothing_of_a_share_follows_a_refusal(server: DcpServer) -> None:

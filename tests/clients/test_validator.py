@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clients.errors import StreamViolationError
 from clients.event import (
@@ -14,7 +16,7 @@ from clients.event import (
     SystemEvent,
 )
 from clients.position import Position
-from clients.validator import Held, StreamValidator
+from clients.validator import Columns, Held, StreamValidator
 from dcp.wire.message import MarkerFlag
 from vbucket.model.manifest import SystemEventKind
 
@@ -242,3 +244,75 @@ def test_documents_of_a_dropped_collection_go_until_rolled_back():
     assert set(validator.documents(9)) == {b"a"}
     feed(StreamEnded(1, 6, will_resume=True), Rollback(1, 2, 2, 3, "r"), validator=validator)
     assert set(validator.documents(8)) == {b"a"}
+
+
+# -- mutations that come together ------------------------------------------------------------------
+
+
+def columns(events):
+    return Columns(
+        [each.key for each in events], [each.value for each in events],
+        [each.seqno for each in events], [each.rev_seqno for each in events],
+        [each.cas for each in events],
+    )  # fmt: skip
+
+
+def state_of(validator):
+    part = validator._partitions[1]
+    keys = {collection_id: keys for collection_id, keys in part.keys.items() if keys}
+    return part.seqno, keys, part.revisions, part.held, validator.event_count
+
+
+def outcome(check):
+    try:
+        check()
+    except StreamViolationError as error:
+        return str(error)
+    return None
+
+
+STEPS = st.tuples(
+    st.sampled_from([1, 1, 1, 2, 0, -1]), st.integers(0, 5), st.integers(-1, 2), st.booleans()
+)
+"""Distance of seqnos, number of a key, distance of its revision, whether another run begins."""
+
+
+@settings(max_examples=300)
+@given(
+    steps=st.lists(STEPS, min_size=1, max_size=12), many=st.booleans(),
+    flags=st.sampled_from(
+        [0, MarkerFlag.MAY_DUPLICATE_KEYS, MarkerFlag.HISTORY, history(0, 1).flags]
+    ),
+    last=st.integers(3, 14), is_open=st.booleans(),
+)  # fmt: skip
+def test_mutations_together_are_checked_as_one_by_one(steps, many, flags, last, is_open):
+    together, single = StreamValidator(), StreamValidator()
+    for validator in (together, single):
+        feed(opened(), SnapshotStart(1, 0, last, flags), validator=validator)
+        if not is_open:
+            feed(StreamEnded(1, 2, will_resume=True), validator=validator)
+    runs, seqno, revisions = [[]], 0, {}
+    for at, (step, number, more, is_new) in enumerate(steps):
+        key = b"%d" % (at if many else number)
+        seqno += step
+        revisions[key] = revisions.get(key, 1) + (1 if more else 0) + (more == 2)
+        if is_new and runs[-1]:
+            runs.append([])
+        runs[-1].append(change(seqno, key, b"%d" % at, revisions[key]))
+    for run in runs:
+        found = outcome(lambda run=run: together.observe_run(1, columns(run)))
+        expected = outcome(lambda run=run: feed(*run, validator=single))
+        assert found == expected
+        assert state_of(together) == state_of(single)
+        if found is not None:
+            return
+
+
+def test_mutations_together_belong_to_their_collection():
+    validator = feed(opened(), marker(0, 9))
+    validator.observe_run(1, columns([change(1, b"a"), change(2, b"b")]), 8)
+    validator.observe_run(1, columns([change(3, b"a")]), 9)
+    assert set(validator.documents(8)) == {b"a", b"b"}
+    with pytest.raises(StreamViolationError, match="b'a' twice"):
+        validator.observe_run(1, columns([change(4, b"c"), change(5, b"a")]), 8)
+    assert validator.seqnos() == {1: 5}

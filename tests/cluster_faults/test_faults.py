@@ -52,6 +52,9 @@ async def test_faults_under_load_lose_nothing_and_answer_nothing_wrong(cluster) 
     report = await run_faults(cluster, SEED, ORDER)
     assert set(report.faults) >= set(ORDER)
     assert report.answered > 1000
+    assert report.deaths > 0
+    assert report.effects > 1000
+    assert report.backups > 0
 
 
 @pytest.fixture

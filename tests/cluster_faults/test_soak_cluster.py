@@ -19,12 +19,12 @@ from support.etcd_members import EtcdMembers
 from support.forgetful_disk import small_disk
 from support.waiting import until
 from tests.soak.cluster import faults, run
-from tests.soak.cluster.contents import _against_answers, _different
+from tests.soak.cluster.contents import _against_answers, different
 from tests.soak.cluster.faults import ALONE, FAULTS, Scene
 from tests.soak.cluster.history import Kind, Operation
 from tests.soak.cluster.load import Load
 from tests.soak.cluster.network import Network
-from tests.soak.cluster.nodes import FaultyCluster
+from tests.soak.cluster.nodes import FaultyCluster, is_alive
 from tests.soak.cluster.run import RoundReport, choose, soak
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
         assert only == ("kill node",)
         if len(seeds) == 3:
             raise KeyboardInterrupt
-        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0, 1, 50, {b"k": []})
+        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0, 1, 50, 4, 40, 2, 1, {b"k": []})
 
     def judge(histories: dict[bytes, list[Operation]]) -> Counter[str]:
         assert histories == {b"k": []}
@@ -53,7 +53,11 @@ def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "4 seeds, 400 answered, 8 ambiguous, 4 SIGKILLs, 200 events" in out
     assert "Porcupine: 4 histories judged the same by both" in out
-    assert json.loads(state.read_text())["faults"] == {"kill node": 4}
+    assert "40 effects through 4 deaths in the group, 2 backups (1 cuts)" in out
+    assert "16 deaths in the group, 160 effects, 8 backups" in out
+    kept = json.loads(state.read_text())
+    assert kept["faults"] == {"kill node": 4}
+    assert (kept["deaths"], kept["effects"], kept["backups"], kept["cuts"]) == (16, 160, 8, 4)
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -197,6 +201,50 @@ def test_a_fault_does_what_the_cluster_can_do(
     assert {each.sigkills for each in begun} == {int(is_kill)}
 
 
+def test_a_member_of_etcd_that_is_dead_is_not_killed_again() -> None:
+    cluster = create_autospec(FaultyCluster, instance=True)
+    cluster.etcd = create_autospec(EtcdMembers, instance=True)
+    process = create_autospec(subprocess.Popen, instance=True)
+    cluster.etcd.processes = [None, process, None]
+    for seed in range(20):
+        assert FAULTS["kill etcd"].fault(Scene(cluster, random.Random(seed))).sigkills == 1
+    assert {call.args for call in cluster.etcd.kill.mock_calls} == {(1,)}
+    cluster.etcd.processes = [None] * 3
+    begun = FAULTS["kill etcd"].fault(Scene(cluster, random.Random(1)))
+    assert (begun.words, begun.sigkills) == ("no member of etcd runs", 0)
+
+
+def test_a_killed_process_that_nobody_waited_for_is_dead() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert is_alive(process.pid)
+        process.kill()
+        until(lambda: not is_alive(process.pid))
+        assert process.returncode is None, "it was not waited for"
+    assert not is_alive(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("only", "pace"),
+    [
+        ((), run.USUAL),
+        (("kill node", "cut pair"), run.OF_FEW),
+        (("kill node", "kill store", "kill etcd"), run.KILLING),
+        (("kill store",), run.KILLING),
+    ],
+)
+def test_rounds_of_kills_only_are_in_haste(monkeypatch, only, pace) -> None:
+    found: list[run.Pace] = []
+
+    async def run_round(_folder, _seed, names, *, disks, pace):
+        assert len(names) == (pace.faults if only else 0)
+        assert set(names) <= set(only)
+        found.append(pace)
+
+    monkeypatch.setattr(run, "run_round", run_round)
+    run.run_seed(1, only=only)
+    assert found == [pace]
+
+
 def calls_of(cluster: Any) -> set[str]:
     """Return the methods that were called, but for those that only look."""
     return {name for name, _, _ in cluster.mock_calls} - {"running"}
@@ -225,8 +273,8 @@ def test_what_is_stored_is_held_against_the_answers(load, stored, words):
 
 
 def test_copies_that_differ_are_named():
-    assert _different("node a", {b"k": b"1"}, {b"k": b"1"}) == []
-    (text,) = _different("node a", {b"k": b"1", b"x": b"2"}, {b"k": b"0"})
+    assert different("node a", {b"k": b"1"}, {b"k": b"1"}) == []
+    (text,) = different("node a", {b"k": b"1", b"x": b"2"}, {b"k": b"0"})
     assert text.startswith("node a differs in 2 keys")
 
 

@@ -185,9 +185,10 @@ def _parser() -> argparse.ArgumentParser:
     powering.add_argument("--rounds", type=int, default=100_000)
     powering.add_argument("--round", type=int, help="replay one round")
     powering.add_argument("--state", type=Path, default=Path(".soak-power.json"))
-    proxying = commands.add_parser("proxy", help="a consumer behind a bad network")
-    proxying.add_argument("--events", type=int, default=10_000_000)
-    proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
+    proxying = commands.add_parser("proxy", help="consumers behind a bad network")
+    proxying.add_argument("--events", type=int, default=100_000_000)
+    proxying.add_argument("--writes", type=int, default=250_000, help="at once, in each round")
+    proxying.add_argument("--round-events", type=int, default=5_000_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     mending = commands.add_parser("mend", help="damages of one copy of a cluster, under load")
@@ -226,9 +227,12 @@ def main() -> int:
         return arguments.run(arguments)
     if arguments.command == "proxy":
         if arguments.round is None:
-            return proxy.soak(arguments.events, arguments.state, arguments.writes)
+            return proxy.soak(
+                arguments.events, arguments.state, arguments.writes, arguments.round_events
+            )
         with TemporaryDirectory() as folder:
-            print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
+            bounds = arguments.writes, arguments.round_events
+            print(asyncio.run(proxy.run_round(Path(folder), arguments.round, *bounds)))
         return 0
     if arguments.command == "check":
         return check.soak(arguments.folder, arguments.minutes, arguments.states)

@@ -26,6 +26,8 @@ from vbucket.upkeep.merge import SLICE_PAGES
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
+EXEC_SHARE: Final = 1 / 16
+"""Share of the starts that start the program. The others fork a process that has its imports."""
 _FORKS: Final = multiprocessing.get_context("forkserver")
 
 

@@ -42,7 +42,7 @@ from clients.errors import ConnectError
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
 from dcp.server.storage.folder import store_path
-from tests.soak.fork_server import ForkedServer
+from tests.soak.fork_server import EXEC_SHARE, ForkedServer
 from tests.soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreFailedError
@@ -55,8 +55,6 @@ WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
 """The smallest possible size, so that merges run all the time."""
 MERGE_WAIT_S: Final = 1.5
-EXEC_SHARE: Final = 1 / 16
-"""Share of the starts that start the program. The others fork a process that has its imports."""
 SLICES_PAGES: Final = (SLICE_PAGES, 64, 16)
 """How many pages a slice of a merge may change, life by life. With few most kills leave a merge
 unfinished; merges of such memtables have one slice otherwise."""

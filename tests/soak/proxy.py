@@ -6,8 +6,15 @@ same documents.
         ^
         +- BadNetwork (here) <- Consumer (here)
 
-Each round has its own server. Half of the rounds use history streams, which deliver every seqno, so
-a gap is noticed at once. In the other rounds a lost change shows in the documents at the end.
+        +- BadNetwork (here) <- Readers (here): consumers that begin again and again
+
+Each round has its own server. In half of the rounds the consumer has a history stream, which
+delivers every seqno, so a gap is noticed at once. In the other rounds a lost change shows in the
+documents at the end.
+
+The writer is slow, so its part of the events is small. Most come to the readers, which have all of
+them from 0, through the same validator (`tests.soak.proxy_readers`). A round ends when it has had
+its number of events.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened
 from clients.kv.client import KvClient
 from clients.testing import DcpServer
+from tests.soak.proxy_readers import KINDS, Readers
 from tests.soak.proxy_writer import KEYS
 
 CHUNK_BYTES_MAX = 256 * 1024
@@ -37,6 +45,15 @@ QUIET_TIMEOUT_S = 120.0
 """Time for the consumer to catch up after the last write."""
 
 
+READERS = 4
+"""Passes that go on side by side."""
+READER_CUT_BYTES = 8 << 20
+"""About how many bytes a reader's connection carries before it is cut."""
+PARTITIONS = 64
+"""Each pass requests a stream of each."""
+CHECK_S = 0.1
+
+
 class RoundReport(NamedTuple):
     """The result of a round."""
 
@@ -44,6 +61,7 @@ class RoundReport(NamedTuple):
     rollbacks: int
     cuts: int
     connections: int
+    passes: int = 0
 
 
 class BadNetwork:
@@ -174,65 +192,124 @@ async def _caught_up(consumer: Consumer, kv: KvClient, task: asyncio.Task[None])
             await asyncio.sleep(0.02)
 
 
-async def run_round(folder: Path, seed: int, writes: int) -> RoundReport:
-    """Run one round. Raises an error if something is wrong."""
-    with DcpServer(folder / f"round-{seed}", "--durability", "interval") as server:
-        is_history = bool(seed % 2)
+async def run_round(folder: Path, seed: int, writes: int, events: int = 0) -> RoundReport:
+    """Run one round: this many writes at once, then slow ones until there were this many events.
+    Raises an error if something is wrong.
+    """
+    arguments = ("--durability", "interval", "--partitions", str(PARTITIONS))
+    with DcpServer(folder / f"round-{seed}", *arguments) as server:
         writer = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "soak.proxy_writer", server.address, str(server.admin_port),
-            str(seed), str(writes),
+            str(seed), str(writes), stdin=subprocess.PIPE,
         )  # fmt: skip
         try:
-            async with BadNetwork(server.port, seed, max(200_000, writes * 2)) as network:
-                consumer = behind(network, history=is_history)
-                gaps = Gaps() if is_history else None
-                async with consumer, KvClient.connect(server.address) as kv:
-                    task = asyncio.create_task(_follow(consumer, gaps, random.Random(seed)))
-                    try:
-                        if await writer.wait():
-                            raise subprocess.CalledProcessError(writer.returncode or 1, "writer")
-                        await _caught_up(consumer, kv, task)
-                    finally:
-                        task.cancel()
-                        await asyncio.gather(task, return_exceptions=True)
-                    documents = await kv.get_many(KEYS)
+            return await _round(server, writer, seed, (max(200_000, writes * 2), events))
         finally:
             if writer.returncode is None:
                 writer.kill()
-                await writer.wait()
-        assert consumer.validator is not None
-        held = {key: document.value for key, document in documents.items()}
-        differences = consumer.validator.compare(held)
+            await writer.communicate()
+
+
+async def _round(
+    server: DcpServer, writer: asyncio.subprocess.Process, seed: int, bounds: tuple[int, int]
+) -> RoundReport:
+    """`bounds`: bytes of the consumer between two cuts, and events of the round."""
+    cut_every_bytes, events = bounds
+    is_history = bool(seed % 2)
+    gaps = Gaps() if is_history else None
+    async with (
+        BadNetwork(server.port, seed, cut_every_bytes) as network,
+        BadNetwork(server.port, seed + 1, READER_CUT_BYTES) as other_network,
+        behind(network, history=is_history) as consumer,
+        KvClient.connect(server.address) as kv,
+    ):
+        readers = Readers(lambda options: behind(other_network, **options), random.Random(seed))
+        tasks = [asyncio.create_task(_follow(consumer, gaps, random.Random(seed)))]
+        tasks += [asyncio.create_task(readers.go_on()) for _ in range(READERS)]
+        try:
+            while (
+                readers.events + consumer.metrics.changes < events or not consumer.metrics.changes
+            ):
+                _check(tasks, writer)
+                await asyncio.sleep(CHECK_S)
+            assert writer.stdin is not None
+            writer.stdin.close()
+            if await writer.wait():
+                raise subprocess.CalledProcessError(writer.returncode or 1, "writer")
+            await _caught_up(consumer, kv, tasks[0])
+            readers.stop()
+            await asyncio.gather(*tasks[1:])
+            await _compare(consumer, readers, kv)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return RoundReport(
+        consumer.metrics.changes + readers.events, consumer.metrics.rollbacks + readers.rollbacks,
+        network.cuts + other_network.cuts, consumer.metrics.connections, readers.passes,
+    )  # fmt: skip
+
+
+def _check(tasks: list[asyncio.Task[None]], writer: asyncio.subprocess.Process) -> None:
+    """Raise what has ended a consumer, or that the writer has ended."""
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise AssertionError("a consumer has ended")
+    if writer.returncode:
+        raise subprocess.CalledProcessError(writer.returncode, "writer")
+
+
+async def _compare(consumer: Consumer, readers: Readers, kv: KvClient) -> None:
+    """Compare the documents of the consumer, and of one more pass of each kind, with the server's.
+    Nobody writes.
+    """
+    documents = await kv.get_many(KEYS)
+    held = {key: document.value for key, document in documents.items()}
+    finished = [
+        await readers.one_pass(kind.options, may_stop=False) for kind in KINDS if kind.has_all
+    ]
+    for each in (consumer, *finished):
+        assert each.validator is not None
+        differences = each.validator.compare(held)
         assert not differences, differences[:5]
-        return RoundReport(
-            consumer.metrics.changes, consumer.metrics.rollbacks, network.cuts,
-            consumer.metrics.connections,
-        )  # fmt: skip
 
 
-def soak(events_wanted: int, state_path: Path, writes_per_round: int) -> int:
+COUNTED = ("events", "rollbacks", "cuts", "passes")
+"""What is added up over all runs with one state file."""
+
+
+def soak(events_wanted: int, state_path: Path, writes: int, events_per_round: int) -> int:
     """Run rounds until this many events came, over all runs with this state file."""
-    state = json.loads(state_path.read_text()) if state_path.exists() else {}
-    events, seed, rollbacks, cuts = (
-        state.get(name, 0) for name in ("events", "seed", "rollbacks", "cuts")
-    )
-    while events < events_wanted:
-        began = time.monotonic()
+    state = dict.fromkeys(("seed", *COUNTED), 0)
+    if state_path.exists():
+        state |= json.loads(state_path.read_text())
+    while state["events"] < events_wanted:
+        began_s, processor_s = time.monotonic(), time.process_time()
         try:
             with TemporaryDirectory(prefix="dcpd-soak-") as folder:
-                report = asyncio.run(run_round(Path(folder), seed, writes_per_round))
+                events = min(events_per_round, events_wanted - state["events"])
+                report = asyncio.run(run_round(Path(folder), state["seed"], writes, events))
+        except KeyboardInterrupt:
+            print(f"\nstopped in round {state['seed']}; the same command begins it again")
+            return 130
         except BaseException:
-            print(f"round {seed} failed; replay it with: scripts/soak proxy --round {seed}")
+            print(f"round {state['seed']} failed; replay it with: scripts/soak proxy --round "
+                  f"{state['seed']}")  # fmt: skip
             raise
-        events, seed = events + report.events, seed + 1
-        rollbacks, cuts = rollbacks + report.rollbacks, cuts + report.cuts
-        state_path.write_text(
-            json.dumps({"events": events, "seed": seed, "rollbacks": rollbacks, "cuts": cuts})
-        )
-        rate = report.events / (time.monotonic() - began)
-        print(f"{events:,} of {events_wanted:,} events, {rate:,.0f}/s, {report}", flush=True)
+        state["seed"] += 1
+        for name in COUNTED:
+            state[name] += getattr(report, name)
+        state_path.write_text(json.dumps(state))
+        rate = report.events / (time.monotonic() - began_s)
+        own = report.events / (time.process_time() - processor_s)
+        print(
+            f"{state['events']:,} of {events_wanted:,} events, {rate:,.0f}/s, {own:,.0f} in a"
+            f" second of the consumers' processor, {report}", flush=True,
+        )  # fmt: skip
     print(
-        f"{events:,} events in {seed:,} rounds, {rollbacks:,} rollbacks, {cuts:,} cuts: 0 lost,"
-        " 0 out of order, 0 twice in a snapshot"
+        f"{state['events']:,} events in {state['seed']:,} rounds, {state['passes']:,} passes from"
+        f" 0, {state['rollbacks']:,} rollbacks, {state['cuts']:,} cuts: 0 lost, 0 out of order, 0"
+        " twice in a snapshot"
     )
     return 0

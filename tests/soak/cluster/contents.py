@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from clients.address import parse_address
+from clients.address import ServerAddress, parse_address
 from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Mutation
 from clients.kv.client import KvClient
@@ -17,6 +17,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from tests.soak.cluster.load import Load
 from tests.soak.cluster.nodes import FaultyCluster
+from vbucket.model.consumer_documents import OWN_PREFIX
 
 SHOWN: Final = 5
 """Differences of a kind in a message."""
@@ -29,17 +30,29 @@ async def check_contents(
     cluster: FaultyCluster, kv: KvClient, views: Mapping[str, Mirror], load: Load
 ) -> list[str]:
     """Return every difference, in words. Nobody writes meanwhile."""
-    keys = {*load.histories, *load.loaded, *load.maybe}
-    stored = {key: found.value for key, found in (await kv.get_many(keys)).items()}
+    stored = await stored_of(kv, load)
     wrong = list(_against_answers(stored, load))
     for name, view in views.items():
         await view.caught_up(FOLLOW_S)
-        wrong += _different(name, dict(view.items()), stored)
-    wrong += _different("a consumer from the beginning", await _streamed(kv), stored)
+        wrong += different(name, _of_users(view.items()), stored)
+    wrong += different(
+        "a consumer from the beginning", await streamed(parse_address(cluster.everywhere())), stored
+    )
     for name in cluster.nodes:
         held = await _copies(cluster, name, stored)
-        wrong += _different(f"node {name}", held, stored)
+        wrong += different(f"node {name}", held, stored)
     return wrong
+
+
+async def stored_of(kv: KvClient, load: Load) -> dict[bytes, bytes]:
+    """Return what the masters have of all keys that may have been written."""
+    keys = {*load.histories, *load.loaded, *load.maybe}
+    return {key: found.value for key, found in (await kv.get_many(keys)).items()}
+
+
+def _of_users(documents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return documents without the cluster's own, such as the members of a group."""
+    return {key: value for key, value in documents if not key.startswith(OWN_PREFIX)}
 
 
 def _against_answers(stored: Mapping[bytes, bytes], load: Load) -> Iterable[str]:
@@ -52,7 +65,8 @@ def _against_answers(stored: Mapping[bytes, bytes], load: Load) -> Iterable[str]
             yield f"{key!r} is {stored.get(key)!r}, and nobody wrote that"
 
 
-def _different(who: str, held: Mapping[bytes, bytes], stored: Mapping[bytes, bytes]) -> list[str]:
+def different(who: str, held: Mapping[bytes, bytes], stored: Mapping[bytes, bytes]) -> list[str]:
+    """Return in words where documents differ from those of the masters."""
     wrong = [key for key in held.keys() | stored.keys() if held.get(key) != stored.get(key)]
     if not wrong:
         return []
@@ -60,17 +74,17 @@ def _different(who: str, held: Mapping[bytes, bytes], stored: Mapping[bytes, byt
     return [f"{who} differs in {len(wrong)} keys (key, here, masters): {some}"]
 
 
-async def _streamed(kv: KvClient) -> dict[bytes, bytes]:
+async def streamed(address: ServerAddress) -> dict[bytes, bytes]:
     """Return what a consumer gets that begins now."""
     documents: dict[bytes, bytes] = {}
-    async with Consumer(kv.address, until_now=True, validate=True) as consumer:
+    async with Consumer(address, until_now=True, validate=True) as consumer:
         async for events in consumer.batches():
             for event in events:
                 if isinstance(event, Mutation):
                     documents[event.key] = event.value
                 elif isinstance(event, Deletion):
                     documents.pop(event.key, None)
-    return documents
+    return _of_users(documents.items())
 
 
 async def _copies(

@@ -112,7 +112,11 @@ def kill_member(scene: Scene) -> Begun:
     """SIGKILL of a member of etcd, often its leader."""
     etcd = scene.cluster.etcd
     assert etcd is not None
-    number = etcd.leader() if scene.draw.random() < 0.6 else scene.draw.randrange(3)
+    living = [number for number, process in enumerate(etcd.processes) if process is not None]
+    if not living:
+        return Begun("no member of etcd runs", _nothing)
+    is_leader = scene.draw.random() < 0.6 and len(living) == len(etcd.processes)
+    number = etcd.leader() if is_leader else scene.draw.choice(living)
     etcd.kill(number)
     words = f"SIGKILL of etcd's member {number}"
     return Begun(words, lambda: scene.cluster.start_member(number), sigkills=1)

@@ -70,6 +70,8 @@ class Load:
         """Keys that were written once, and answered."""
         self.maybe: dict[bytes, bytes] = {}
         """Keys whose write may have happened."""
+        self.loading: dict[bytes, tuple[int, int]] = {}
+        """When the write of such a key was called, and when it had returned."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self._kv = kv
@@ -302,7 +304,9 @@ class Load:
                 for at in range(LOADED_AT_ONCE)
             }
             number += LOADED_AT_ONCE
+            called_ns = time.monotonic_ns()
             results = await self._kv.set_many(documents)
+            self.loading |= dict.fromkeys(documents, (called_ns, time.monotonic_ns()))
             for (key, value), result in zip(documents.items(), results, strict=True):
                 if isinstance(result, MutationResult):
                     self.loaded[key] = value

@@ -25,6 +25,7 @@ from support.waiting import until
 from tests.soak.cluster.links import ADVERTISED, BEHIND, free_port
 from tests.soak.cluster.members import Members
 from tests.soak.cluster.network import Network
+from tests.soak.fork_server import EXEC_SHARE, ForkedServer
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 NAMES: Final = ("a", "b", "c")
@@ -54,7 +55,9 @@ class FaultyCluster(Members[DcpdProcess]):
         members: int = 3,
         *,
         partitions: int = NUM_VBUCKETS,
+        is_forked: bool = False,
     ) -> None:
+        """`is_forked`: most nodes are forked from a process that has their imports."""
         super().__init__()
         self.folder = folder
         self.disks = disks
@@ -62,6 +65,7 @@ class FaultyCluster(Members[DcpdProcess]):
         self.network = Network()
         self.etcd: EtcdMembers | None = None
         self.partitions = partitions
+        self._is_forked = is_forked
         self._members = members
         self._added = 0
         """Nodes that were added instead of lost ones."""
@@ -133,7 +137,8 @@ class FaultyCluster(Members[DcpdProcess]):
 
     def _new_node(self, name: str, arguments: list[str]) -> DcpdProcess:
         data = self.disks.get(name, self.folder) / name
-        node = DcpdProcess(data, "--advertise-host", ADVERTISED, *arguments)
+        kind = ForkedServer if self._is_forked else DcpdProcess
+        node = kind(data, "--advertise-host", ADVERTISED, *arguments)
         taken = {port for other in self.nodes.values() for port in (other.port, other.admin_port)}
         node.port = free_port(self._draw, taken)
         node.admin_port = free_port(self._draw, taken | {node.port})
@@ -150,12 +155,18 @@ class FaultyCluster(Members[DcpdProcess]):
         """Return where clients reach a node: through the network."""
         return f"{ADVERTISED}:{self.nodes[name].port}"
 
+    def everywhere(self) -> str:
+        """Return the address of all nodes that there are now, for clients."""
+        return "dcpd://" + ",".join(self.address(name) for name in self.nodes)
+
     def start(self, name: str) -> None:
         """Start a node on the folder that it has."""
         with self._starting:
             if self._is_over:
                 raise NodeError("the cluster is over")
-            self.nodes[name].start()
+            if isinstance(node := self.nodes[name], ForkedServer):
+                node.is_forked = self._draw.random() >= EXEC_SHARE
+            node.start()
         self.network.runs(name, self.nodes[name].pid)
 
     def start_member(self, number: int) -> None:
@@ -177,8 +188,8 @@ class FaultyCluster(Members[DcpdProcess]):
         shutil.rmtree(self.nodes[name].data)
 
     def store_process(self, name: str) -> int | None:
-        """Return the process that writes a node's store."""
-        return next(iter(self.nodes[name].children()), None)
+        """Return the process that writes a node's store; None: it is dead, or not there yet."""
+        return next((pid for pid in self.nodes[name].children() if is_alive(pid)), None)
 
     # -- what nodes say ----------------------------------------------------------------------------
 
@@ -252,3 +263,12 @@ class FaultyCluster(Members[DcpdProcess]):
             until(lambda: self.are_even(name), SYNCED_S)
         except AssertionError:
             raise NodeError(f"masters are not shared evenly: {self.masters(name)}") from None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that was killed and not waited for yet does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return fields.rpartition(")")[2].split()[0] not in {"Z", "X"}

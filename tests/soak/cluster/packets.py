@@ -277,6 +277,11 @@ class PacketCluster(FaultyCluster):
         """Return where clients reach a node."""
         return self.nodes[name].address
 
+    def everywhere(self) -> str:
+        """Return the address of all nodes that there are now, for clients."""
+        hosts = ",".join(f"{address_of(name)}:{PORT}" for name in self.nodes)
+        return f"dcpd://{USER}:{PASSWORD}@{hosts}"
+
 
 async def main(folder: Path, seed: int, names: Sequence[str]) -> None:
     """Run a round with these faults, or with all that this network has."""

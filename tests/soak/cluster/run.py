@@ -7,7 +7,9 @@ At the end everything is healed, and checked:
 - nothing that was answered is lost, and nothing is there that was refused;
 - the copies of a document are equal, on all nodes;
 - consumers that have followed all the time, of masters and of copies, have what the nodes have, as
-  has one that begins now.
+  has one that begins now;
+- each change had its effect once in the sink of a group of consumers whose members die;
+- each backup, restored into an empty node, is a state that the histories allow.
 """
 
 from __future__ import annotations
@@ -28,30 +30,60 @@ from typing import Any, Final, NamedTuple
 from clients.kv.client import KvClient
 from clients.mirror.mirror import Mirror
 from support.forgetful_disk import small_disk
+from tests.soak.cluster.backups import Backups
+from tests.soak.cluster.beside import Beside
 from tests.soak.cluster.contents import check_contents
 from tests.soak.cluster.faults import ALONE, FAULTS, Begun, Scene
+from tests.soak.cluster.group import LivingGroup
 from tests.soak.cluster.history import Operation
 from tests.soak.cluster.linearizable import mixed_tokens, violation_of
 from tests.soak.cluster.load import TIMEOUT_S, Load
 from tests.soak.cluster.nodes import NAMES, FaultyCluster, NodeError
 from tests.soak.porcupine import counts_words
+from vbucket.model.ids import NUM_VBUCKETS
 
-FAULTS_IN_ROUND: Final = 12
-FAULTS_OF_FEW: Final = 24
-"""In a round of few kinds of faults: most of its time is theirs, not the cluster's start."""
-TOGETHER: Final = 0.25
-"""Share of faults during which another one begins."""
-HASTE: Final = 0.25
-"""Share of faults after which the next one does not wait until all copies are in sync."""
-PROGRESS: Final = 60
-"""Operations that are answered after a fault before the next one begins."""
 PROGRESS_S: Final = 300.0
 DISK_MEBIBYTES: Final = 96
-COUNTED: Final = ("answered", "ambiguous", "sigkills", "events")
+COUNTED: Final = ("answered", "ambiguous", "sigkills", "events", "deaths", "effects", "backups",
+                  "cuts")  # fmt: skip
 """What is added up over all runs with one state file."""
 SETTLE_S: Final = 1.0
 """Load before the first fault."""
 
+
+class Pace(NamedTuple):
+    """How fast faults follow each other."""
+
+    faults: int = 12
+    """In a round, without those that come while another one lasts."""
+    together: float = 0.25
+    """How often another one begins while one lasts."""
+    at_once: int = 2
+    """Faults that last at one time, at most. More than two: nodes die while others are dead."""
+    haste: float = 0.25
+    """How often the next one does not wait until all copies are in sync."""
+    share: float = 1.0
+    """Of the time that a fault lasts."""
+    progress: int = 60
+    """Operations that are answered before the next fault, unless it is in haste."""
+    deaths_s: tuple[float, float] = (1.0, 6.0)
+    """Time between two deaths of members of the group."""
+    partitions: int = NUM_VBUCKETS
+    is_forked: bool = False
+    """Whether most nodes are forked from a process that has their imports."""
+
+
+USUAL: Final = Pace()
+OF_FEW: Final = Pace(faults=24)
+"""Of few kinds of faults: most of a round's time is theirs, not the cluster's start."""
+KILLING: Final = Pace(
+    faults=200, together=0.6, at_once=4, haste=0.8, share=0.3, progress=20, deaths_s=(5.0, 20.0),
+    partitions=64, is_forked=True,
+)  # fmt: skip
+"""Of SIGKILLs only. No disk is lost, so all may be dead at once: before the next ones only answers
+are waited for, and the copies' being in sync in a few cases.
+"""
+KILLS: Final = frozenset({"kill node", "kill store", "kill etcd"})
 
 Judge = Callable[[Mapping[bytes, Sequence[Operation]]], Counter[str]]
 
@@ -71,6 +103,14 @@ class RoundReport(NamedTuple):
     """Processes that were killed: nodes, store processes, members of etcd."""
     events: int = 0
     """Changes that consumers took, each through the validator."""
+    deaths: int = 0
+    """How often members of the group were killed, were frozen, or left."""
+    effects: int = 0
+    """Changes that had their effect in the group's sink, each once."""
+    backups: int = 0
+    """Runs that were restored and compared."""
+    cuts: int = 0
+    """Of these, the runs that end at a cut."""
     histories: Mapping[bytes, Sequence[Operation]] = MappingProxyType({})
     """What happened to each key that is written again and again."""
 
@@ -78,8 +118,9 @@ class RoundReport(NamedTuple):
         """Return it in one line."""
         return (
             f"{self.answered:,} answered, {self.ambiguous:,} ambiguous, "
-            f"{self.faults.total()} faults, {self.sigkills} SIGKILLs, {self.events:,} events in "
-            f"{self.seconds:.0f} s"
+            f"{self.faults.total()} faults, {self.sigkills} SIGKILLs, {self.events:,} events, "
+            f"{self.effects:,} effects through {self.deaths} deaths in the group, {self.backups} "
+            f"backups ({self.cuts} cuts) in {self.seconds:.0f} s"
         )
 
 
@@ -93,6 +134,8 @@ class Round:
         views: Mapping[str, Mirror],
         seed: int,
         second: Sequence[str] = (),
+        beside: Sequence[Beside] = (),
+        pace: Pace = USUAL,
     ) -> None:
         self.cluster = cluster
         self.load = Load(kv, self._addresses, seed)
@@ -102,6 +145,8 @@ class Round:
         self._scene = Scene(cluster, random.Random(seed))
         self._second = second
         """What may begin while another fault lasts; (): all."""
+        self._beside = beside
+        self._pace = pace
         self._healing: list[Begun] = []
 
     def _addresses(self) -> dict[str, str]:
@@ -111,32 +156,42 @@ class Round:
         """Let faults happen under load, then check everything."""
         self.load.begin()
         try:
+            for each in self._beside:
+                each.begin()
             await self._rest(SETTLE_S)
             for name in names:
                 await self._one(name)
             await self._heal()
             await asyncio.to_thread(self.cluster.until_in_sync)
+            for each in self._beside:
+                await each.stop()
             await self.load.stop()
+            await self.check()
         except BaseException:
             await self.load.abandon()
             raise
-        await self.check()
+        finally:
+            for each in self._beside:
+                await each.abandon()
 
     async def _one(self, name: str) -> None:
-        draw, cluster = self._scene.draw, self.cluster
+        draw, cluster, pace = self._scene.draw, self.cluster, self._pace
         if name in ALONE:
             await asyncio.to_thread(cluster.until_in_sync)
         await self._begin(name)
-        await self._rest(draw.uniform(*FAULTS[name].seconds))
-        other = draw.choice(self._second) if self._second else choose(draw, cluster)
-        is_whole = len(cluster.running()) == len(cluster.nodes)
-        if draw.random() < TOGETHER and is_whole and not ALONE & {name, other}:
+        while len(self._healing) < pace.at_once:
+            other = draw.choice(self._second) if self._second else choose(draw, cluster)
+            dead = len(cluster.nodes) - len(cluster.running())
+            may_begin = dead <= max(0, pace.at_once - 2) and not ALONE & {name, other}
+            if draw.random() >= pace.together or not may_begin or dead == len(cluster.nodes):
+                break
             await self._begin(other)
-            await self._rest(draw.uniform(*FAULTS[other].seconds))
         await self._heal()
-        if draw.random() >= HASTE or name in ALONE:
+        if draw.random() >= pace.haste or name in ALONE:
             await asyncio.to_thread(self.cluster.until_in_sync)
-            await self._progress()
+        elif not pace.is_forked:
+            return
+        await self._progress()
 
     async def _begin(self, name: str) -> None:
         self.faults[name] += 1
@@ -144,6 +199,7 @@ class Round:
         self.sigkills += begun.sigkills
         say(begun.words)
         self._healing.append(begun)
+        await self._rest(self._scene.draw.uniform(*FAULTS[name].seconds) * self._pace.share)
 
     async def _heal(self) -> None:
         """End all faults that last, in the order in which they began."""
@@ -164,6 +220,8 @@ class Round:
 
     def _check_alive(self) -> None:
         self.load.check_alive()
+        for each in self._beside:
+            each.check()
         for name, node in self.cluster.nodes.items():
             process = node._process
             if process is not None and process.poll() is not None:
@@ -171,7 +229,8 @@ class Round:
 
     async def _progress(self) -> None:
         """Wait until operations are answered again."""
-        wanted, give_up_s = self.load.answers + PROGRESS, time.monotonic() + PROGRESS_S
+        wanted = self.load.answers + self._pace.progress
+        give_up_s = time.monotonic() + PROGRESS_S
         while self.load.answers < wanted:
             self._check_alive()
             if time.monotonic() > give_up_s:
@@ -181,7 +240,9 @@ class Round:
     async def check(self) -> None:
         """Check everything. Raises WrongError."""
         await self.load.read_all()
-        wrong = []
+        wrong: list[str] = []
+        for each in self._beside:
+            wrong += await each.wrong(self.load, self._kv)
         for key, history in self.load.histories.items():
             found = violation_of(history)
             wrong += [f"{key!r}: {found.words()}"] if found is not None else []
@@ -203,28 +264,40 @@ def choose(draw: random.Random, cluster: FaultyCluster) -> str:
 
 
 async def run_round(
-    folder: Path, seed: int, names: Sequence[str] = (), *, disks: dict[str, Path] | None = None
+    folder: Path,
+    seed: int,
+    names: Sequence[str] = (),
+    *,
+    disks: dict[str, Path] | None = None,
+    pace: Pace = USUAL,
 ) -> RoundReport:
     """Run one seed, with these faults, or with those that it draws. Raises as `run_on`."""
-    return await run_on(FaultyCluster(folder, disks or {}), seed, names)
+    cluster = FaultyCluster(
+        folder, disks or {}, partitions=pace.partitions, is_forked=pace.is_forked
+    )
+    return await run_on(cluster, seed, names, pace)
 
 
-async def run_on(cluster: FaultyCluster, seed: int, names: Sequence[str] = ()) -> RoundReport:
+async def run_on(
+    cluster: FaultyCluster, seed: int, names: Sequence[str] = (), pace: Pace = USUAL
+) -> RoundReport:
     """Start a cluster and run one seed on it. Raises WrongError, NodeError, LoadError,
     TooHardError.
     """
     try:
         await asyncio.to_thread(cluster.__enter__)
-        return await run_faults(cluster, seed, names)
+        return await run_faults(cluster, seed, names, pace)
     finally:
         await asyncio.to_thread(cluster.__exit__, None, None, None)
 
 
-async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = ()) -> RoundReport:
+async def run_faults(
+    cluster: FaultyCluster, seed: int, names: Sequence[str] = (), pace: Pace = USUAL
+) -> RoundReport:
     """Run one seed on a cluster that runs and holds nothing. Raises as `run_on`."""
     begun_s = time.monotonic()
     draw = random.Random(f"{seed} faults")
-    drawn = names or [choose(draw, cluster) for _ in range(FAULTS_IN_ROUND)]
+    drawn = names or [choose(draw, cluster) for _ in range(pace.faults)]
     address = cluster.address(draw.choice(NAMES))
     async with (
         KvClient.connect(address, timeout_s=TIMEOUT_S) as kv,
@@ -232,14 +305,19 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
         Mirror(address, validate=True, from_replicas=True) as of_copies,
     ):
         views = {"a consumer": of_masters, "a consumer of the copies": of_copies}
-        one = Round(cluster, kv, views, seed, second=names)
+        group = LivingGroup(
+            cluster.folder, cluster.everywhere, random.Random(f"{seed} group"), pace.deaths_s
+        )
+        backups = Backups(cluster, random.Random(f"{seed} backups"))
+        one = Round(cluster, kv, views, seed, second=names, beside=(backups, group), pace=pace)
         await one.run(drawn)
     await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
     counts = one.load.counts
     return RoundReport(
         counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s,
         one.sigkills, sum(view.consumer.metrics.changes for view in views.values()),
-        one.load.histories,
+        group.deaths.total(), group.effects, len(backups.runs),
+        sum(run.is_cut for run in backups.runs), one.load.histories,
     )  # fmt: skip
 
 
@@ -283,8 +361,9 @@ def soak(
     counted = ", ".join(f"{count} {name}" for name, count in sorted(state["faults"].items()))
     print(
         f"{state['seed']:,} seeds, {state['answered']:,} answered, {state['ambiguous']:,} "
-        f"ambiguous, {state['sigkills']:,} SIGKILLs, {state['events']:,} events: 0 lost, 0 stale, "
-        f"0 different\n{counted}"
+        f"ambiguous, {state['sigkills']:,} SIGKILLs, {state['events']:,} events, "
+        f"{state['deaths']:,} deaths in the group, {state['effects']:,} effects, "
+        f"{state['backups']:,} backups: 0 lost, 0 stale, 0 different, 0 twice\n{counted}"
     )
     if judged := state.get("judged"):
         print(f"Porcupine: {counts_words(judged)}")
@@ -295,8 +374,9 @@ def run_seed(seed: int, keep: Path | None = None, only: Sequence[str] = ()) -> R
     """Run one seed with folders of its own; what fails is kept if `keep` says where. `only`: the
     faults to choose from.
     """
+    pace = (KILLING if KILLS.issuperset(only) else OF_FEW) if only else USUAL
     weights = [FAULTS[name].weight for name in only]
-    names = random.Random(seed).choices(only, weights, k=FAULTS_OF_FEW) if only else []
+    names = random.Random(seed).choices(only, weights, k=pace.faults) if only else []
     print(f"seed {seed}", flush=True)
     with contextlib.ExitStack() as stack:
         if keep is None:
@@ -305,9 +385,9 @@ def run_seed(seed: int, keep: Path | None = None, only: Sequence[str] = ()) -> R
             folder = keep / f"seed-{seed}"
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of this seed
             folder.mkdir(parents=True)
-        disks = own_disks(stack)
+        disks = {} if KILLS.issuperset(only) and only else own_disks(stack)
         try:
-            return asyncio.run(run_round(folder, seed, names, disks=disks))
+            return asyncio.run(run_round(folder, seed, names, disks=disks, pace=pace))
         except KeyboardInterrupt:
             raise
         except BaseException:
