@@ -32,9 +32,11 @@ from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle
 from dcp.server.access.access import Access
 from dcp.server.access.users import FIRST_ADMIN, Users, add_first_admin
+from dcp.server.access.users_file import UsersFileError
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import LiveSettings, plain_host_of
+from dcp.server.files.kept_twice import is_kept
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -228,6 +230,8 @@ class Node:
         """Start on the recovered folder."""
         self._storage.tell(self._log)
         try:
+            with contextlib.suppress(UsersFileError):  # a full disk: the next start tries it again
+                self._users.seal_file()
             self._add_first_admin()
             await self._open_cluster()
         except BaseException:
@@ -253,14 +257,14 @@ class Node:
 
     def _is_of_cluster(self) -> bool:
         """Whether this is a member, or becomes one now by its settings."""
-        return self._settings.cluster != "none" or (self.about.data_dir / CLUSTER_FILE).exists()
+        return self._settings.cluster != "none" or is_kept(self.about.data_dir / CLUSTER_FILE)
 
     def _add_first_admin(self) -> None:
         """Add the first user if there is none, before the node becomes a member: then the users are
         those of the cluster.
         """
         path = self._settings.admin_password_file
-        if path is None or (self.about.data_dir / CLUSTER_FILE).exists():
+        if path is None or is_kept(self.about.data_dir / CLUSTER_FILE):
             return
         if add_first_admin(self._users, path):
             self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
@@ -410,6 +414,7 @@ class Node:
             self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         scrubbing.put_back(storage.env.mend())
+        scrubbing.take_files(storage.wrong_files)
         loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
             self.meter, log, release=self.connections.loaded,

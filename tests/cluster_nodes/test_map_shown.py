@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcp.server.access.users_file import replace_file
 from dcp.server.cluster import node_map
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
 from dcp.server.cluster.joining.becoming_member import NewMember, init_cluster
 from dcp.server.cluster.joining.enrolment import NewCluster, join_cluster, withdraw
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import HEARD_NS, MAP_FILE, RETRY_NS, MapShown, RaisedLife, SentMap
+from dcp.server.files.kept_twice import write_kept
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
@@ -186,9 +186,9 @@ async def test_end_of_process_waits_for_write_that_is_under_way(
     def slowly(path: Path, data: bytes) -> None:
         begun.set()
         assert may_end.wait(20)
-        replace_file(path, data)
+        write_kept(path, data)
 
-    monkeypatch.setattr(node_map, "replace_file", slowly)
+    monkeypatch.setattr(node_map, "write_kept", slowly)
     told = sent_map(tmp_path, keep_s=0.0)
     told.note(MapVersion(7, 1))
     await until_so(begun.is_set)

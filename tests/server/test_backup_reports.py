@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_leaves_the_list_as_it_was(
 
     backups = Backups(tmp_path, log)
     keep(backups, report(1))
-    monkeypatch.setattr(backup_reports, "replace_file", full)
+    monkeypatch.setattr(backup_reports, "write_kept", full)
     with pytest.raises(OSError, match="No space"):
         keep(backups, report(2))
     assert ids(backups) == ["id1"]

@@ -65,7 +65,9 @@ def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
     (tmp_path / "dcpd-folder.tmp").write_text("dcpd")
     folder = open_folder(tmp_path)
     assert folder.is_new
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcpd-folder", "lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dcpd-folder", "dcpd-folder.twin", "lock",
+    ]  # fmt: skip
     folder.close()
 
 

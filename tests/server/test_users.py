@@ -18,6 +18,7 @@ from dcp.server.access.users import (
     read_plain,
 )
 from dcp.server.access.users_file import UsersFileError
+from dcp.server.files.kept_twice import read_kept, twin_of, write_kept
 from dcp.session.access import scram as scram_module
 from dcp.session.access.auth import AuthStep
 from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
@@ -224,8 +225,10 @@ def test_users_are_kept_and_removed(users, path):
     assert plain(users, "bob", "builder").status == Status.AUTH_ERROR
 
 
-def newest_of(path):
-    return path.with_name(USERS_FILE + ".newest")
+def write_document(path, document):
+    """Write a content that is sound as a file."""
+    document.pop("seal")
+    write_kept(path, json.dumps(document).encode())
 
 
 def test_the_file_holds_no_password_and_is_private(users, path):
@@ -233,7 +236,7 @@ def test_the_file_holds_no_password_and_is_private(users, path):
     assert "wonder" not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(text)["format_version"] == 3
-    assert sorted(path.parent.iterdir()) == [path, newest_of(path)]
+    assert sorted(path.parent.iterdir()) == [path, twin_of(path)]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, re
 def test_any_flipped_bit_is_damage_or_has_no_effect(users, path):
     """It could lock a user out, let one in, or change what they may do."""
     users.add("bob", "builder", Rights({Role.READ: (Scope(b"key-", None),)}))
-    good, content = path.read_bytes(), users._content
+    good, content = read_kept(path).content, users._content
     refused = 0
     for at in range(len(good)):
         bad = bytearray(good)
@@ -300,7 +303,7 @@ def test_absurd_iterations_are_damage(users, path):
     document = json.loads(path.read_text())
     document["users"]["alice"]["scram"]["SCRAM-SHA512"]["iterations"] = 0
     document["crc32c"] = users_file.checksum_of(document)
-    path.write_text(json.dumps(document))
+    write_document(path, document)
     with pytest.raises(UsersFileError, match="0 iterations"):
         quick_users(path)
 
@@ -308,6 +311,9 @@ def test_absurd_iterations_are_damage(users, path):
 def test_damage_while_running_keeps_what_was_read(users, path, caplog):
     good = path.read_bytes()
     path.write_bytes(b"{")
+    assert users.names() == ["alice"]
+    assert users.problem == "", "its twin is sound"
+    twin_of(path).write_bytes(b"{")
     assert scram(users, "alice", "wonder land!").status == Status.OK
     assert "is damaged" in users.problem
     assert "users file not reloaded" in caplog.text
@@ -337,7 +343,7 @@ def test_an_interrupted_change_leaves_the_old_file(users, path, monkeypatch):
         users.add("bob", "builder")
     monkeypatch.undo()
     assert quick_users(path).names() == users.names() == ["alice"]
-    assert sorted(path.parent.iterdir()) == [path, newest_of(path)]
+    assert sorted(path.parent.iterdir()) == [path, twin_of(path)]
 
 
 # -- roles ---------------------------------------------------------------------------------------
@@ -408,7 +414,7 @@ def test_roles_that_are_not_understood_are_damage(users, path, roles):
     """Whatever is guessed could open what the file means to close."""
     document = json.loads(path.read_text())
     document["users"]["alice"]["roles"] = roles
-    path.write_text(json.dumps(document))
+    write_document(path, document)
     with pytest.raises(UsersFileError, match="is damaged"):
         quick_users(path)
 

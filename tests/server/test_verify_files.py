@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clients.testing import ServerStartError
-from dcp.server.access import users_file
 from dcp.server.access.users import USERS_FILE, Users
-from dcp.server.access.users_file import UsersFileError, replace_file
 from dcp.server.check import verify as shell
 from dcp.server.check.folder_files import NotRead, check_files
 from dcp.server.cluster.cluster_file import (
@@ -27,6 +24,7 @@ from dcp.server.cluster.cluster_file import (
 from dcp.server.cluster.node_map import MAP_FILE, MapContent
 from dcp.server.cluster.receipt_files import FORMER_DISCARD_FOLDER, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
+from dcp.server.files.kept_twice import read_kept, remove_kept, twin_of, write_kept
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from support.server import DcpdProcess
 from support.stored_bytes import pack_mutation
@@ -68,9 +66,15 @@ def member(folder: Path) -> Path:
 
 
 def spoil(path: Path, old: bytes, new: bytes) -> None:
-    data = path.read_bytes()
+    """Write a wrong content, of which both copies are sound."""
+    data = read_kept(path).content
     assert old in data
-    path.write_bytes(data.replace(old, new, 1))
+    data = data.replace(old, new, 1)
+    if data.startswith(b"{"):
+        write_kept(path, data)
+    else:
+        for each in (path, twin_of(path)):
+            each.write_bytes(data)
 
 
 def files_found(folder: Path) -> dict[str, str]:
@@ -113,18 +117,24 @@ def test_a_damaged_file_is_named(
 def test_every_flipped_byte_of_a_cut_is_found(member: Path) -> None:
     (path,) = (member / "discarded").glob("*.cut")
     data = path.read_bytes()
-    for at in range(len(data)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        assert list(files_found(member)) == [f"discarded/{path.name}"], at
-    path.write_bytes(data)
+    for hit in (path, twin_of(path)):
+        for at in range(len(data)):
+            hit.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            found = files_found(member)
+            assert list(found) == [f"discarded/{hit.name}"], at
+            assert "Its other copy is right" in found[f"discarded/{hit.name}"]
+        hit.write_bytes(data)
+    twin_of(path).unlink()
     copy = path.with_name(path.name.replace("epoch2", "epoch3"))
     path.rename(copy)
-    assert files_found(member) == {f"discarded/{copy.name}": f"it is a copy of {path.name}"}
+    text = files_found(member)[f"discarded/{copy.name}"]
+    assert text.startswith(f"it is a copy of {path.name}, and its twin does not help")
 
 
 def test_the_folder_of_the_version_before_is_read(member: Path) -> None:
     former = (member / "discarded").rename(member / FORMER_DISCARD_FOLDER)
     (path,) = former.glob("*.cut")
+    twin_of(path).unlink()
     path.write_bytes(path.read_bytes()[:-1])
     assert list(files_found(member)) == [f"quarantine/{path.name}"]
 
@@ -160,83 +170,84 @@ def test_what_a_server_refuses_is_found(
 ) -> None:
     spoil(member / name, b"{", b"[")
     if name == USERS_FILE:
-        (member / CLUSTER_FILE).unlink()
+        remove_kept(member / CLUSTER_FILE)
     with pytest.raises(ServerStartError, match=name), DcpdProcess(member):
         pass
     assert shell.verify(member, as_json=False) == shell.CheckExitCode.FINDINGS
     assert f"file: {name}: " in capsys.readouterr().out
 
 
-def test_users_of_long_ago_are_refused_until_a_person_takes_them(folder: Path) -> None:
+def test_users_of_long_ago_count_only_without_their_twin(folder: Path) -> None:
     path = folder / USERS_FILE
-    newest = folder / "users.json.newest"
     users = Users(path, iterations=1)
     older = path.read_bytes()
     users.add("bob", "battery-staple")
     path.write_bytes(older)
+    assert "it is older than its other copy" in files_found(folder)[USERS_FILE]
+    assert Users(path, iterations=1).names() == ["ada", "bob"]
+    with DcpdProcess(folder) as server:
+        assert server.stop() == 0
+    assert files_found(folder) == {}
+    assert path.read_bytes() == twin_of(path).read_bytes() != older
+    path.write_bytes(older)
+    twin_of(path).unlink()
+    assert files_found(folder) == {}
+    assert Users(path, iterations=1).names() == ["ada"]
+
+
+def test_users_of_the_version_before_keep_their_guard(folder: Path) -> None:
+    """A file without a seal is refused if users.json.newest says that it is not the newest."""
+    path = folder / USERS_FILE
+    newest = folder / "users.json.newest"
+    text = read_kept(path).content
+    remove_kept(path)
+    path.write_bytes(text)
+    newest.write_text(f"{sha256(text + b' ').hexdigest()}\n")
     assert "not the one that was written last" in files_found(folder)[USERS_FILE]
-    started = subprocess.run(
-        [sys.executable, "-m", "dcp.server.main", "--data", folder, "--port", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert started.returncode not in {0, None}
-    assert "delete users.json.newest" in started.stderr
+    with pytest.raises(ServerStartError, match=r"delete users\.json\.newest"), DcpdProcess(folder):
+        pass
+    assert path.read_bytes() == text
     newest.write_bytes(b"\xff")
     assert "users.json.newest: cannot be read" in files_found(folder)[USERS_FILE]
-    newest.unlink()
+    newest.write_text(f"{sha256(text).hexdigest()}\n")
+    with DcpdProcess(folder) as server:
+        assert server.stop() == 0
+    assert read_kept(path).is_sealed
+    assert not newest.exists()
     assert files_found(folder) == {}
-    assert list(Users(path, iterations=1).names()) == ["ada"]
 
 
-def test_a_running_server_takes_older_users_only_when_told(folder: Path) -> None:
+def test_a_running_server_takes_older_users_only_without_twin(folder: Path) -> None:
     path = folder / USERS_FILE
     running = Users(path, iterations=1)
     older = path.read_bytes()
     running.add("bob", "battery-staple")
-    replace_file(path, older)
+    path.write_bytes(older)
     assert running.names() == ["ada", "bob"]
-    assert "not the one that was written last" in running.problem
-    (folder / "users.json.newest").unlink()
+    twin_of(path).unlink()
     assert running.names() == ["ada"]
     assert running.problem == ""
 
 
-def test_a_crash_may_leave_the_users_of_before_or_of_after(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder / USERS_FILE
-    older = path.read_bytes()
-    written: list[Path] = []
-
-    def dies(after: int) -> None:
-        def replace(path: Path, data: bytes) -> None:
-            if len(written) == after:
-                raise OSError("the process dies here")
-            written.append(path)
-            replace_file(path, data)
-
-        monkeypatch.setattr(users_file, "replace_file", replace)
-
-    for after in (1, 2):
-        written.clear()
-        path.write_bytes(older)
-        (folder / "users.json.newest").unlink(missing_ok=True)
-        dies(after)
-        with pytest.raises(UsersFileError, match="cannot be written"):
-            Users(path, iterations=1).add("bob", "battery-staple")
-        assert (path.read_bytes() != older) == (after == 2)
-        assert files_found(folder) == {}
-
-
 def test_an_older_file_of_the_cluster_is_refused(member: Path) -> None:
+    """One of the version before, which has no seal."""
     content = read_cluster_file(member)
     assert content is not None
-    older = (member / CLUSTER_FILE).read_bytes()
+    path = member / CLUSTER_FILE
+    plain = read_kept(path).content
     begun = begin_incarnation(member, content)
-    (member / CLUSTER_FILE).write_bytes(older)
+    assert read_cluster_file(member) == begun
+    remove_kept(path)
+    path.write_bytes(plain)
+    newest = member / "cluster.json.newest"
+    newest.write_text(f"c1 {begun.incarnation}\n")
     text = files_found(member)[CLUSTER_FILE]
     assert f"it is of incarnation 0, and this folder has begun {begun.incarnation}" in text
     with pytest.raises(FolderError, match=r"delete cluster\.json\.newest"):
         read_cluster_file(member)
-    (member / "cluster.json.newest").unlink()
+    newest.unlink()
     assert read_cluster_file(member) == content
+    newest.write_text("c1 0\n")
+    begin_incarnation(member, content)
+    assert read_kept(path).is_sealed
+    assert not newest.exists()

@@ -6,7 +6,8 @@ looks what becomes of each: `scripts/soak damage`.
 
 A client reads and writes all the time, through all nodes. What must hold: no answer is wrong; what
 is damaged is repaired or named within a minute; a client is refused for longer than 2 s only while
-something is named; after each damage all keys can be read; at the end the copies are equal.
+something is named; after each damage all keys can be read; at the end, also when Ctrl-C or SIGTERM
+ends it, the copies are equal and `dcpctl verify` finds nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,8 +26,13 @@ from typing import Any, Final, NamedTuple
 from clients.kv.client import KvClient
 from clients.testing.cluster import DcpCluster
 from clients.testing.process import ServerRefusedError, ServerStartError
+from dcp.server.files.kept_twice import KEPT_NAMES, twin_of
+from dcp.server.storage.folder import MARKER_NAME, store_path
 from support.stored_bytes import PAGE_BYTES, layout_of
 from tests.soak import mend
+from vbucket.store.lmdb.environment_lmdb import LmdbPageReader
+from vbucket.store.records import BY_KEY_TABLE
+from vbucket.store.records import TABLES as TABLES_OF_STORE
 
 PARTITIONS: Final = 64
 KEYS: Final = 3_000
@@ -166,9 +175,9 @@ class Damager:
 
     def _file(self) -> Hit | None:
         """Damage a small file that is read at a start."""
-        names = ("cluster.json", "map.json", "seen.json", "closed.json", "scrub.json", "users.json",
-                 "log/end.mark")  # fmt: skip
-        paths = [self._folder / name for name in names if (self._folder / name).exists()]
+        kept = [self._folder / name for name in (*KEPT_NAMES, MARKER_NAME)]
+        names = [*kept, *map(twin_of, kept), self._folder / "log" / "end.mark"]
+        paths = [path for path in names if path.exists()]
         path = self._draw.choice([*paths, max((self._folder / "log").glob("*.log"))])
         if path.suffix == ".log":
             before = path.read_bytes()
@@ -176,8 +185,11 @@ class Damager:
             return Hit("cut", f"{RESTARTED}log", path, 0, before, is_cut=True)
         size = path.stat().st_size
         place = f"{RESTARTED}{path.name}"
+        before = path.read_bytes()
+        if path.parent == self._folder and self._draw.random() < 0.2:
+            path.unlink()
+            return Hit("missing", place, path, 0, before, is_cut=True)
         if self._draw.random() < 0.3:
-            before = path.read_bytes()
             path.write_bytes(before[: self._draw.randrange(size)])
             return Hit("cut", place, path, 0, before, is_cut=True)
         return self._put(place, path, 0, size, None, [])
@@ -230,6 +242,8 @@ class Soak:
         self._damager = Damager(self._node.data, seed)
         self.results: Counter[tuple[str, str, str]] = Counter()
         self.mistakes: list[str] = []
+        self.compared = 0
+        """Keys that were compared at the end."""
         self.slowest_s = 0.0
 
     async def one(self) -> None:
@@ -326,6 +340,28 @@ class Soak:
                     await asyncio.to_thread(self._node.restart)
                 await asyncio.sleep(0.2)
 
+    def compare(self) -> None:
+        """Stop the nodes, and compare their copies: what each has of every key, and what is
+        damaged.
+        """
+        nodes = self._cluster.nodes
+        self._cluster.wait_until_in_sync()
+        for node in nodes.values():
+            node.compact()
+        for node in nodes.values():
+            node.stop()
+        copies = {name: rows_of(node.data) for name, node in nodes.items()}
+        first = copies["n1"]
+        for name, rows in copies.items():
+            differing = [key for key in first | rows if first.get(key) != rows.get(key)]
+            if differing:
+                self.mistakes.append(f"{name} differs from n1 in {len(differing)} keys")
+            verify = [sys.executable, "-m", "clients.cli", "verify", str(nodes[name].data)]
+            told = subprocess.run(verify, capture_output=True, text=True, check=False)
+            if told.returncode:
+                self.mistakes.append(f"verify of {name}: {told.stdout[-1000:]}{told.stderr[-300:]}")
+        self.compared = len(first)
+
     def table(self) -> str:
         """Return the results as lines of a table."""
         rows = sorted({key[:2] for key in self.results}, key=lambda key: (key[1], key[0]))
@@ -357,7 +393,8 @@ def _keep(soak: Soak, state: Path) -> None:
     load = soak._load
     runs.append(
         {"counts": counts, "slowest_s": soak.slowest_s, "mistakes": soak.mistakes,
-         "reads": load.reads, "refused": load.refused, "wrong": load.wrong}
+         "reads": load.reads, "refused": load.refused, "wrong": load.wrong,
+         "compared": soak.compared}
     )  # fmt: skip
     state.write_text(json.dumps(runs, indent=1))
 
@@ -379,9 +416,12 @@ def tell(state: Path) -> str:
     damages = sum(n for (_, _, result), n in counts.items() if result in shown)
     others = {each: sum(n for (*_, r), n in counts.items() if r == each) for each in RESULTS[3:]}
     reads = sum(run_["reads"] for run_ in runs)
+    mistakes = [mistake for run_ in runs for mistake in run_["mistakes"]]
+    compared = sum(run_.get("compared", 0) for run_ in runs)
     slowest_s = max((run_["slowest_s"] for run_ in runs), default=0.0)
     said = f"{damages} damages, {reads:,} reads; {others}; slowest repair {slowest_s:.1f} s"
-    lines.append(f"\n{said}\n")
+    lines.append(f"\n{said}; {compared:,} keys of three copies compared at the ends of runs\n")
+    lines += [f"WRONG: {mistake}" for mistake in mistakes]
     lines += ["| fault | NATS 2.12.1 (Jepsen, 2025) | dcpd |", "|---|---|---|"]
     for each in JEPSEN:
         of = Counter[str]()
@@ -405,16 +445,36 @@ async def _soak(cluster: DcpCluster, *, damages: int, seed: int, state: Path) ->
         await asyncio.gather(*(load.write(key) for key in range(KEYS)))
         await asyncio.gather(*(asyncio.to_thread(node.compact) for node in cluster.nodes.values()))
         running = asyncio.ensure_future(load.run())
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
         try:
             for _ in range(damages):
+                if ended.is_set():
+                    print("ended: the copies are compared", flush=True)
+                    break
                 await soak.one()
+            running.cancel()
+            await asyncio.wait([running])
+            try:
+                async with asyncio.timeout(MENDED_S):
+                    for key in range(KEYS):
+                        await load.read(key)
+            except TimeoutError:
+                soak.mistakes.append(f"key {key} is refused at the end")
+            await asyncio.to_thread(soak.compare)
         finally:
             _keep(soak, state)
-        running.cancel()
-        await asyncio.wait([running])
-        for key in range(KEYS):
-            await load.read(key)
     return soak
+
+
+def rows_of(folder: Path) -> dict[bytes, bytes]:
+    """Return the records of all keys that a stopped node's store has."""
+    reader = LmdbPageReader(store_path(folder), TABLES_OF_STORE)
+    try:
+        return {key: bytes(value) for key, value in reader.range(BY_KEY_TABLE, b"\0")}
+    finally:
+        reader.close()
 
 
 def run(folder: Path, *, damages: int, seed: int, state: Path) -> int:

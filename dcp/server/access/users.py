@@ -28,6 +28,7 @@ from secrets import token_bytes
 from typing import Final, NamedTuple
 
 from dcp.server.access.users_file import (
+    RESTORE_USERS,
     UserRecord,
     UsersContent,
     UsersFileError,
@@ -38,6 +39,7 @@ from dcp.server.access.users_file import (
     stamps_of,
     write_users,
 )
+from dcp.server.files.kept_twice import FileDamagedError, read_kept
 from dcp.server.observe.event_log import LOGGER_NAME
 from dcp.session.access.auth import AuthStep
 from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
@@ -152,6 +154,7 @@ class Users:
         self._stamps: tuple[object, object] | None = None
         self._has_guest = has_guest
         self._iterations = iterations
+        self._is_sealed = True
         self._content = UsersContent({}, token_bytes(32))
         self.revision = 0
         self.problem = ""
@@ -218,6 +221,15 @@ class Users:
         """Return when no change from before `refuse_changes` is under way. Call it in a thread."""
         with self._change:
             pass
+
+    def seal_file(self) -> None:
+        """Give a file that a program of before has written its checksum and its twin. Call it when
+        this process has the folder. Raises UsersFileError.
+        """
+        with self._change:
+            self._load()
+            if not self._is_sealed:
+                self._keep(self._content, self.text)
 
     @property
     def text(self) -> bytes:
@@ -476,14 +488,18 @@ class Users:
         # The stamps are taken first: a change in between is seen the next time.
         self._stamps = stamps_of(self._path)
         try:
-            text = self._path.read_bytes()
+            text, is_sealed = read_kept(self._path)
         except FileNotFoundError:
             self._take_over(UsersContent({}, self._content.decoy_key))
             return
+        except FileDamagedError as error:
+            raise UsersFileError(f"{self._path}: is damaged: {error}; {RESTORE_USERS}") from error
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be read: {error.strerror}") from error
         content = parse_file(self._path, text)
-        check_newest(self._path, text)
+        if not is_sealed:
+            check_newest(self._path, text)
+        self._is_sealed = is_sealed
         self._take_over(content)
 
     def _write(self, users: dict[str, UserRecord]) -> None:
@@ -501,6 +517,7 @@ class Users:
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._stamps = stamps_of(self._path)
+        self._is_sealed = True
         self._take_over(content)
 
     def _take_over(self, content: UsersContent) -> None:

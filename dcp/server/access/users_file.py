@@ -7,13 +7,13 @@ Called by `dcp.server.access.users`.
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
 A scope without prefix and collection means everything. The checksum covers `decoy_key` and `users`.
-Without it, a flipped bit could silently lock a user out or change rights. The file
-users.json.newest beside it has the digest of the newest one, so that an older one that is put back
-is refused.
+The file is kept twice (`dcp.server.files.kept_twice`), so an older one that is put back has no
+effect. A folder of before that has users.json.newest beside it, with the digest of the newest one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from base64 import b64decode, b64encode
@@ -25,6 +25,8 @@ from typing import Any, Final, NamedTuple
 
 import google_crc32c
 
+from dcp.server.files import TWIN_SUFFIX
+from dcp.server.files.kept_twice import NEW_SUFFIX, NEWEST_SUFFIX, twin_of, write_kept
 from dcp.session.access.rights import Rights, Role, Scope
 from dcp.session.access.scram import HASH_NAMES, ScramKeys
 
@@ -32,10 +34,6 @@ Stamp = tuple[int, int, int]
 """What changes when a file is replaced or written: time, size and inode."""
 USERS_FORMAT_VERSION: Final = 3
 _CHECKSUM: Final = "crc32c"
-NEW_SUFFIX: Final = ".new"
-"""Of a file that is being written: a crash may leave it."""
-NEWEST_SUFFIX: Final = ".newest"
-"""Of the file that says which content of another file is the newest."""
 ITERATIONS_MAX: Final = 1_000_000
 """More would block the server for seconds at a login, so a file with more is damaged."""
 
@@ -43,6 +41,10 @@ Keys = Mapping[str, ScramKeys]
 """Mechanism -> keys."""
 
 
+RESTORE_USERS: Final = (
+    f"restore it from a copy, and delete users.json{TWIN_SUFFIX}; or delete both, and add the "
+    "users again"
+)
 _TAKE_IT: Final = f"to take this one as it is, delete users.json{NEWEST_SUFFIX}"
 
 
@@ -119,8 +121,8 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def stamps_of(path: Path) -> tuple[object, object]:
-    """Return what changes with the file of users, and with the one that names the newest."""
-    return stamp_of(path), stamp_of(path.with_name(path.name + NEWEST_SUFFIX))
+    """Return what changes with the file of users, and with its twin."""
+    return stamp_of(path), stamp_of(twin_of(path))
 
 
 def file_text(content: UsersContent) -> bytes:
@@ -159,7 +161,7 @@ def _keys_document(keys: ScramKeys) -> dict[str, Any]:
 
 
 def check_newest(path: Path, text: bytes) -> None:
-    """Raise UsersFileError if this is not the content that was written last."""
+    """Raise UsersFileError if a file without a seal is not the one that was written last."""
     newest = path.with_name(path.name + NEWEST_SUFFIX)
     try:
         digests = newest.read_text("ascii").split()
@@ -175,13 +177,10 @@ def check_newest(path: Path, text: bytes) -> None:
 
 
 def write_users(path: Path, text: bytes) -> None:
-    """Replace the file, and note that it is the newest one. Raises OSError."""
-    newest = path.with_name(path.name + NEWEST_SUFFIX)
-    digest = f"{sha256(text).hexdigest()}\n"
-    before = f"{sha256(path.read_bytes()).hexdigest()}\n" if path.exists() else ""
-    replace_file(newest, (before + digest).encode())  # a crash may leave either of them
-    replace_file(path, text)
-    replace_file(newest, digest.encode())
+    """Replace the file. Raises OSError: nothing has changed."""
+    write_kept(path, text)
+    with contextlib.suppress(OSError):  # it counts for a file without a seal only
+        path.with_name(path.name + NEWEST_SUFFIX).unlink(missing_ok=True)
 
 
 def parse_file(path: Path, text: bytes) -> UsersContent:
@@ -208,9 +207,7 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
         )
     except (ValueError, KeyError, TypeError, AttributeError, Base64Error) as error:
         raise UsersFileError(
-            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, "
-            f"and delete {path.name}{NEWEST_SUFFIX} if that is older; or delete it, and add the "
-            "users again"
+            f"{path}: is damaged ({type(error).__name__}: {error}); {RESTORE_USERS}"
         ) from error
 
 

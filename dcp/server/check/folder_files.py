@@ -21,8 +21,6 @@ import msgspec
 
 from dcp.server.access.users import USERS_FILE
 from dcp.server.access.users_file import (
-    NEW_SUFFIX,
-    NEWEST_SUFFIX,
     UsersFileError,
     check_newest,
     parse_file,
@@ -37,6 +35,13 @@ from dcp.server.cluster.receipt_files import (
     read_election,
 )
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
+from dcp.server.files import TWIN_SUFFIX
+from dcp.server.files.kept_twice import (
+    NEW_SUFFIX,
+    NEWEST_SUFFIX,
+    read_kept,
+    wrong_copies,
+)
 from dcp.server.operate.backup_reports import BACKUPS_FILE, read_backups
 from dcp.server.storage.closed_times import CLOSED_FILE, read_closed
 from dcp.server.storage.folder import (
@@ -50,7 +55,7 @@ from dcp.server.storage.folder import (
 from dcp.server.storage.process.scrubbing import SCRUB_FILE, read_scrub
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
-from vbucket.model.receipt import DiscardDamagedError, unpack_cut_off
+from vbucket.model.receipt import DiscardDamagedError
 from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 
@@ -90,8 +95,15 @@ _UNKNOWN: Final = "dcpd does not know it; files that settings name are read when
 
 def check_files(data_path: Path) -> Iterator[Finding | NotRead]:
     """Yield what is wrong with the files, and which are not read."""
-    for path in sorted(data_path.iterdir()):
+    for path in _paths_in(data_path):
         yield from _check(data_path, path)
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    """Return what is in a folder. A twin counts as the file that it is of."""
+    return sorted(
+        {path.with_name(path.name.removesuffix(TWIN_SUFFIX)) for path in folder.iterdir()}
+    )
 
 
 def _check(data_path: Path, path: Path) -> Iterator[Finding | NotRead]:
@@ -101,6 +113,7 @@ def _check(data_path: Path, path: Path) -> Iterator[Finding | NotRead]:
     try:
         if (read := _READERS.get(name)) is not None:
             yield from _read(name, partial(read, data_path))
+            yield from _wrong(path, name)
         elif path in {log_path(data_path), store_path(data_path)}:
             yield from _strays(path, name)
         elif name in {f"{DISCARD_FOLDER}/", f"{FORMER_DISCARD_FOLDER}/"}:
@@ -118,11 +131,19 @@ def _read(name: str, read: Callable[[], object]) -> Iterator[Finding]:
         yield Finding(Kind.FILE, name, str(error))
 
 
+def _wrong(path: Path, name: str) -> Iterator[Finding]:
+    """Yield a wrong copy of a file whose other one is right."""
+    for file, why in wrong_copies(path):
+        what = f"{why}. Its other copy is right: a start, or the scrubber, writes this one as that"
+        yield Finding(Kind.FILE, str(Path(name).with_name(file)), what)
+
+
 def _read_users(data_path: Path) -> None:
     path = data_path / USERS_FILE
-    text = path.read_bytes()
+    text, is_sealed = read_kept(path)
     parse_file(path, text)
-    check_newest(path, text)
+    if not is_sealed:
+        check_newest(path, text)
 
 
 def _read_cluster(data_path: Path) -> None:
@@ -167,20 +188,16 @@ _READERS: Final[dict[str, Callable[[Path], object]]] = {
 
 
 def _discarded(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
-    for path in sorted(folder.iterdir()):
+    for path in _paths_in(folder):
         name = f"{prefix}{path.name}"
         if path.suffix == ".cut":
-            yield from _read(name, partial(_read_cut, path))
+            yield from _read(name, partial(read_kept, path))
+            yield from _wrong(path, name)
         elif path.name.endswith(ELECTION_SUFFIX):
             yield from _read(name, partial(read_election, path))
+            yield from _wrong(path, name)
         else:
             yield _not_read(name)
-
-
-def _read_cut(path: Path) -> None:
-    cut = unpack_cut_off(path.read_bytes())
-    if cut.file_name != path.name:
-        raise DiscardDamagedError(f"it is a copy of {cut.file_name}")
 
 
 def _strays(folder: Path, prefix: str) -> Iterator[NotRead]:

@@ -6,6 +6,7 @@ anybody: each process of a member has a higher incarnation than all before it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import time
@@ -18,7 +19,13 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.access.users_file import NEWEST_SUFFIX, replace_file
+from dcp.server.files import TWIN_SUFFIX
+from dcp.server.files.kept_twice import (
+    NEWEST_SUFFIX,
+    FileDamagedError,
+    read_kept,
+    write_kept,
+)
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 FORMAT: Final = 1
@@ -26,7 +33,7 @@ KEYS_PREFIX: Final = b"/dcpd/"
 """Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
 NEWEST_FILE: Final = CLUSTER_FILE + NEWEST_SUFFIX
-"""The cluster and the newest incarnation of this folder: an older cluster.json is refused."""
+"""Of a folder of before twins: its cluster and newest incarnation."""
 _TAKE_IT: Final = f"to go on with this one, delete {NEWEST_FILE}"
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
@@ -138,24 +145,25 @@ def read_cluster_file(data_dir: Path) -> ClusterFile | None:
     """Return what a folder knows of its cluster; None: it belongs to none. Raises FolderError."""
     path = data_dir / CLUSTER_FILE
     try:
-        raw = path.read_bytes()
+        kept = read_kept(path)
+        found = msgspec.json.decode(kept.content, type=ClusterFile)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise FolderError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        found = msgspec.json.decode(raw, type=ClusterFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (FileDamagedError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FolderError(
             f"{path}: cannot be read: {error}. Without it the folder must not be served, because "
-            "it may be one of several copies. Restore the file"
+            f"it may be one of several copies. Restore the file, and delete {path.name}"
+            f"{TWIN_SUFFIX}; or restore the folder from a backup"
         ) from error
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}") from error
     if found.format != FORMAT:
         raise FolderError(
             f"{path}: it has format {found.format}, this dcpd reads format {FORMAT}; use the "
             "version of dcpd that wrote it"
         )
-    _check_newest(data_dir, found)
+    if not kept.is_sealed:
+        _check_newest(data_dir, found)
     return found
 
 
@@ -180,8 +188,9 @@ def _check_newest(data_dir: Path, found: ClusterFile) -> None:
 def write_cluster_file(data_dir: Path, content: ClusterFile) -> None:
     """Make a folder the one of a member. Durable when it returns. Raises OSError."""
     raw = msgspec.json.format(msgspec.json.encode(content), indent=2)
-    replace_file(data_dir / CLUSTER_FILE, raw + b"\n")
-    replace_file(data_dir / NEWEST_FILE, f"{content.cluster} {content.incarnation}\n".encode())
+    write_kept(data_dir / CLUSTER_FILE, raw + b"\n")
+    with contextlib.suppress(OSError):  # it counts for a file without a seal only
+        (data_dir / NEWEST_FILE).unlink(missing_ok=True)
 
 
 def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:

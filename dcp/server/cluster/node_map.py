@@ -36,7 +36,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import read_kept, write_kept
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Tasks
@@ -233,7 +233,7 @@ def read_sent_map(data_dir: Path) -> MapContent | None:
     msgspec.DecodeError.
     """
     try:
-        return msgspec.json.decode((data_dir / MAP_FILE).read_bytes(), type=MapContent)
+        return msgspec.json.decode(read_kept(data_dir / MAP_FILE).content, type=MapContent)
     except FileNotFoundError:
         return None
 
@@ -294,7 +294,7 @@ class SentMap:
             if version <= self._on_disk:
                 return ""
             try:
-                replace_file(self._path, msgspec.json.encode(content) + b"\n")
+                write_kept(self._path, msgspec.json.encode(content) + b"\n")
             except OSError as error:
                 return str(error)
             self._on_disk = version

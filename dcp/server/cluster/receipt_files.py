@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import read_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 from failover.coordinator.coordinator import Elected
@@ -47,7 +47,7 @@ def keep_cut_off(data_dir: Path, cut: CutOff) -> Path:
     OSError; then nothing of it is left.
     """
     path = data_dir / DISCARD_FOLDER / cut.file_name
-    replace_file(path, pack_cut_off(cut))
+    write_kept(path, pack_cut_off(cut))
     return path
 
 
@@ -55,7 +55,6 @@ RECEIPTS_MAX: Final = 2000
 """Receipts in one list, the newest ones: an unclean election of every partition fits."""
 HEAD_BYTES: Final = 16 * 1024
 """Of a discard file, for its list entry. A failover log has at most 200 versions, in 10 KiB."""
-RECEIPT_BYTES_MAX: Final = 64 * 1024
 ELECTION_SUFFIX: Final = "-election.receipt.json"
 """Of the receipt of an unclean election."""
 _CUT_NAME: Final = re.compile(r"vb(\d+)-version\d+-epoch\d+-(\d+)-(\d+)\.cut")
@@ -68,7 +67,7 @@ def keep_election(data_dir: Path, lost: ElectionLoss, at_s: float) -> Path:
     """
     name = f"vb{lost.vb_id:04d}-epoch{lost.epoch}{ELECTION_SUFFIX}"
     path = data_dir / DISCARD_FOLDER / name
-    replace_file(path, msgspec.json.encode({**election_receipt(lost), "at": at_s}) + b"\n")
+    write_kept(path, msgspec.json.encode({**election_receipt(lost), "at": at_s}) + b"\n")
     return path
 
 
@@ -134,8 +133,7 @@ class _Election(msgspec.Struct, frozen=True):
 
 def read_election(path: Path) -> ReceiptReport:
     """Return the receipt of an unclean election. Raises OSError, msgspec.MsgspecError."""
-    with path.open("rb") as file:
-        told: Any = msgspec.json.decode(file.read(RECEIPT_BYTES_MAX), type=_Election)
+    told: Any = msgspec.json.decode(read_kept(path).content, type=_Election)
     return ReceiptReport(
         kind="unclean_election", at=told.at, vb=told.vb, epoch=told.epoch, versions=told.versions,
         end_seqno=told.end_seqno, committed_seqno=told.committed_seqno,

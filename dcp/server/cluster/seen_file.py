@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import read_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Tasks
 from failover.coordinator.records import ClusterKeys
@@ -49,7 +49,7 @@ def read_seen(path: Path, cluster: str) -> SeenContent | None:
     ValueError: the file cannot be read.
     """
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=_SeenFileContent)
+        content = msgspec.json.decode(read_kept(path).content, type=_SeenFileContent)
     except FileNotFoundError:
         return None
     if content.format != FORMAT:
@@ -67,7 +67,7 @@ def check_seen(path: Path, cluster: str | None) -> None:
     """Raise ValueError if a file cannot be read, is another cluster's (None: not compared), or has
     a record that cannot be read.
     """
-    told = msgspec.json.decode(path.read_bytes(), type=_SeenFileContent)
+    told = msgspec.json.decode(read_kept(path).content, type=_SeenFileContent)
     if cluster is not None and told.cluster != cluster:
         raise ValueError(f"it is of the cluster {told.cluster}, and cluster.json of {cluster}")
     content = read_seen(path, told.cluster)
@@ -135,7 +135,7 @@ class SeenFile:
             cluster=self._cluster, revision=piece.content.revision, records=records
         )  # fmt: skip
         try:
-            replace_file(self._path, msgspec.json.encode(content) + b"\n")
+            write_kept(self._path, msgspec.json.encode(content) + b"\n")
         except OSError as error:
             return str(error)
         return ""

@@ -19,7 +19,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import read_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.reports import Count, UnixTime
 
@@ -98,11 +98,11 @@ class Backups:
             kept = sorted([fresh, *others], key=lambda each: each.report.started_s, reverse=True)
             kept = kept[:REPORTS_MAX]
             content = msgspec.json.encode(KeptReports(kept)) + b"\n"
-            await asyncio.to_thread(replace_file, self._path, content)
+            await asyncio.to_thread(write_kept, self._path, content)
             self._kept = kept
         return fresh
 
 
 def read_backups(data_dir: Path) -> KeptReports:
     """Return what the file of a data folder holds. Raises OSError, msgspec.MsgspecError."""
-    return msgspec.json.decode((data_dir / BACKUPS_FILE).read_bytes(), type=KeptReports)
+    return msgspec.json.decode(read_kept(data_dir / BACKUPS_FILE).content, type=KeptReports)

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import read_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Tasks
 from vbucket.engine.cut import close_time
@@ -65,7 +65,7 @@ class ClosedTimes:
     async def _write(self, closed_max: int) -> None:
         data = msgspec.json.encode(_Kept(str(closed_max))) + b"\n"
         try:
-            await asyncio.to_thread(replace_file, self._path, data)
+            await asyncio.to_thread(write_kept, self._path, data)
         except OSError as error:
             if str(error) != self._told:
                 self._log.warning("this node closes no times", reason=str(error))
@@ -85,4 +85,4 @@ def time_to_reserve(next_ns: int, closed_max: int) -> int | None:
 
 def read_closed(data_dir: Path) -> int:
     """Return the time that a folder reserved last. Raises OSError, ValueError."""
-    return int(msgspec.json.decode((data_dir / CLOSED_FILE).read_bytes(), type=_Kept).time)
+    return int(msgspec.json.decode(read_kept(data_dir / CLOSED_FILE).content, type=_Kept).time)

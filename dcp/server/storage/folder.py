@@ -1,7 +1,8 @@
 """The data folder: created, recognised, and locked for one process.
 
     data/
-      dcpd-folder   marker: what this folder is, and its format version
+      dcpd-folder   marker: what this folder is, and its format version. dcpd-folder.twin has the
+                    same line and its checksum: if the marker is another one, it is damaged
       lock          flock'ed by the server (and inherited by its store process); holds the pid
       cluster.json  of a node of a cluster only (dcp.server.cluster.cluster_file)
       map.json      of the same (dcp.server.cluster.node_map)
@@ -20,10 +21,13 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import google_crc32c
+
+from dcp.server.files import TWIN_SUFFIX
 from vbucket.log.device_files import sync_folder
 
 FOLDER_FORMAT_VERSION: Final = 1
@@ -38,6 +42,8 @@ _PID_CHARS: Final = 10
 """A process id is padded to this length, so that a shorter one overwrites a longer one."""
 _MARKER_TITLE: Final = "dcpd data folder, format version "
 _NEW_MARKER_NAME: Final = "dcpd-folder.tmp"
+_TWIN_NAME: Final = MARKER_NAME + TWIN_SUFFIX
+_OF_MARKER: Final = {_NEW_MARKER_NAME, MARKER_NAME, _TWIN_NAME}
 
 
 class FolderError(Exception):
@@ -60,13 +66,16 @@ class DataFolder:
     """An open, locked data folder, made by `open_folder`. `close` releases the lock.
 
     The store process inherits `lock_fd`, so the folder stays locked until that process has ended,
-    too. `is_new`: the marker was just written.
+    too. `is_new`: the marker was just written. `mended`: files of the marker that were damaged.
     """
 
-    def __init__(self, path: Path, lock_fd: int, *, is_new: bool) -> None:
+    def __init__(
+        self, path: Path, lock_fd: int, *, is_new: bool, mended: Sequence[str] = ()
+    ) -> None:
         self.path = path
         self.lock_fd = lock_fd
         self.is_new = is_new
+        self.mended = mended
 
     @property
     def log_path(self) -> Path:
@@ -120,13 +129,16 @@ def open_folder(
         ) from error
     try:
         _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
+        mended: list[str] = []
+        with contextlib.suppress(OSError):  # a full disk: the next start tries it again
+            _put_marker_right(path, mended)
         # In place, and a failure does not matter: a full disk may have no block for it.
         with contextlib.suppress(OSError):
             os.pwrite(lock_fd, f"{os.getpid():<{_PID_CHARS}}\n".encode(), 0)
     except BaseException:
         os.close(lock_fd)
         raise
-    return DataFolder(path, lock_fd, is_new=is_new)
+    return DataFolder(path, lock_fd, is_new=is_new, mended=mended)
 
 
 def lock_folder_to_read(
@@ -163,10 +175,33 @@ def lock_folder_to_read(
 
 
 def _marker_text(path: Path) -> str | None:
+    """Return the marker's line, as its twin has it if that one is sound."""
+    twin = _text_of(path / _TWIN_NAME)
+    marker = f"{_MARKER_TITLE}{FOLDER_FORMAT_VERSION}\n"
+    return marker if twin == _twin_text(marker) else _text_of(path / MARKER_NAME)
+
+
+def _text_of(path: Path) -> str | None:
     try:
-        return (path / MARKER_NAME).read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
+
+
+def _twin_text(marker: str) -> str:
+    return f"{marker}crc32c {google_crc32c.value(marker.encode()):08x}\n"
+
+
+def _put_marker_right(path: Path, mended: list[str]) -> None:
+    """Write marker and twin where they are not as they should be. Raises OSError."""
+    marker = f"{_MARKER_TITLE}{FOLDER_FORMAT_VERSION}\n"
+    for name, wanted in ((MARKER_NAME, marker), (_TWIN_NAME, _twin_text(marker))):
+        found = _text_of(path / name)
+        if found != wanted:
+            _write_whole(path, name, wanted)
+            sync_folder(path)
+            if name == MARKER_NAME or found is not None:
+                mended.append(name)
 
 
 def _recognise(path: Path) -> bool:
@@ -174,7 +209,7 @@ def _recognise(path: Path) -> bool:
     marker = path / MARKER_NAME
     text = _marker_text(path)
     if text is None:
-        names = sorted({entry.name for entry in path.iterdir()} - {_NEW_MARKER_NAME, MARKER_NAME})
+        names = sorted({entry.name for entry in path.iterdir()} - _OF_MARKER)
         if names and not marker.exists():
             raise ForeignFolderError(
                 f"{path} is not a dcpd data folder and not empty (it holds {', '.join(names[:3])}"
@@ -203,14 +238,18 @@ def _check_marker(path: Path, text: str) -> None:
 
 
 def _write_marker(path: Path) -> None:
-    new = path / _NEW_MARKER_NAME
-    with new.open("w", encoding="utf-8") as file:
-        file.write(f"{_MARKER_TITLE}{FOLDER_FORMAT_VERSION}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(path / MARKER_NAME)
+    _write_whole(path, MARKER_NAME, f"{_MARKER_TITLE}{FOLDER_FORMAT_VERSION}\n")
     sync_folder(path)
     sync_folder(path.parent)
+
+
+def _write_whole(path: Path, name: str, text: str) -> None:
+    new = path / _NEW_MARKER_NAME
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path / name)
 
 
 def _lock(

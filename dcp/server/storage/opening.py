@@ -25,9 +25,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from dcp.server.files.kept_twice import MENDED, mend_folder
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import FolderError, open_folder
 from dcp.server.storage.memory_share import item_cache_size
+from vbucket.check.finding import Kind
+from vbucket.check.scrub import Damage
 from vbucket.engine.recovery.startup import OtherNumberError, recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice, sync_folder
@@ -167,6 +170,17 @@ class Storage:
             opened.callback(self.store.close)
             if self.loss is not None:
                 write_receipt(self.folder.path, self.loss)
+            self.wrong_files = [
+                Damage(
+                    str(Kind.FILE),
+                    name,
+                    f"file {name}",
+                    "it was damaged, or missing",
+                    mended=MENDED,
+                )
+                for name in self.folder.mended
+            ] + mend_folder(self.folder.path, is_start=True)
+            """Of the files that are kept twice."""
             self.has_begun = False
             self.engine.cas_drift_ns = int(settings.cas_drift_max_s * 1e9)
             self._opened = opened.pop_all()

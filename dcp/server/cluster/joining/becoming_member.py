@@ -63,6 +63,7 @@ from dcp.server.cluster.node_map import host_and_port
 from dcp.server.cluster.replicated_node import ReplicatedNode, ReplicationChoices, ServerParts
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import is_loopback
+from dcp.server.files.kept_twice import is_kept, remove_kept
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.fixed_port import PortTakenError
 from dcp.server.observe.event_log import EventLog
@@ -417,8 +418,8 @@ def _write(data_dir: Path, content: ClusterFile) -> None:
     except OSError as error:
         path = data_dir / CLUSTER_FILE
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        if not path.exists():
+            remove_kept(path)
+        if not is_kept(path):
             raise EnrolmentError(
                 f"{path} cannot be written: {error.strerror}",
                 "Check that the disk has room and that the folder is writable, then try again",
@@ -431,7 +432,7 @@ async def entered(
     """Return what the folder knows of its cluster, and the open metadata store. Raises
     FolderError, PortTakenError.
     """
-    if not (newcomer.data_dir / CLUSTER_FILE).exists():
+    if not is_kept(newcomer.data_dir / CLUSTER_FILE):
         try:
             await _enrol(newcomer, newcomer.settings)
         except EnrolmentError as error:

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.access.users_file import replace_file
 from dcp.server.cluster.joining.enrolment import EnrolmentError, ask_again
+from dcp.server.files.kept_twice import is_kept, remove_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from failover.coordinator.plans.placement import plan_placement
 from failover.coordinator.plans.plan_steps import eligible_members
@@ -53,7 +53,7 @@ def begin_founding(data_dir: Path) -> None:
     """Note in a folder that its cluster has no partitions yet. Durable when it returns. Raises
     OSError.
     """
-    replace_file(data_dir / FOUNDING_FILE, b"")
+    write_kept(data_dir / FOUNDING_FILE, b"{}")
 
 
 def first_records(view: ClusterView, vb_ids: Sequence[int], copies: int) -> dict[int, bytes]:
@@ -73,7 +73,7 @@ async def found(replicated: ReplicatedNode, data_dir: Path, nodes: int, log: Eve
     there, or at once if this folder does not wait for that.
     """
     path = data_dir / FOUNDING_FILE
-    if not path.exists():
+    if not is_kept(path):
         return
     await _until_there(replicated.session.view, nodes, log)
     while missing := _missing(replicated):
@@ -82,7 +82,7 @@ async def found(replicated: ReplicatedNode, data_dir: Path, nodes: int, log: Eve
         except EnrolmentError as error:
             log.warning("the partitions of the new cluster wait", reason=str(error))
         await asyncio.sleep(AGAIN_S if _missing(replicated) == missing else LOOK_S)
-    await asyncio.to_thread(path.unlink)
+    await asyncio.to_thread(remove_kept, path)
     log.info("the partitions of the new cluster have copies and masters", nodes=nodes)
 
 

@@ -27,7 +27,7 @@ import msgspec
 from dcp.core.scrub_turns import DamageRow, ScrubStatus, ScrubTurns
 from dcp.core.store_schedule import Work, scrub_rest_s
 from dcp.server.access.audit import AuditLog
-from dcp.server.access.users_file import replace_file
+from dcp.server.files.kept_twice import mend_folder, read_kept, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError
@@ -73,6 +73,7 @@ class Scrubbing(ScrubTurns):
         super().__init__(time.time())
         self._merging = merging
         self._store = store
+        self._data_dir = data_dir
         self._path = data_dir / SCRUB_FILE
         self._queue = queue
         self._writer = writer
@@ -160,6 +161,10 @@ class Scrubbing(ScrubTurns):
         """Write the receipts of what was put back when the store was opened."""
         self._take(put_back_damages(places), time.time())
 
+    def take_files(self, damages: list[Damage]) -> None:
+        """Take note of what was wrong with files that are kept twice."""
+        self._take(damages, time.time())
+
     def _begin(self, *, is_hurried: bool) -> None:
         self.begin_pass(time.time(), is_hurried=is_hurried)
         self._log.info("scrubber began", is_hurried=is_hurried)
@@ -178,6 +183,8 @@ class Scrubbing(ScrubTurns):
         was_running = status.is_running
         place, suspects = self.next_piece(time.monotonic())
         merges, end = self._merging.count, self._writer.synced_end
+        if was_running and place == ScrubPlace():
+            self.take_files(await asyncio.to_thread(mend_folder, self._data_dir))
 
         async def ask(process: StoreProcess) -> ScrubReport:
             return await process.scrub(list(place), end.to_document(), suspects)
@@ -253,11 +260,11 @@ class Scrubbing(ScrubTurns):
         self._saved_s = time.monotonic()
         kept = _Kept(self._place.area, self._place.key.hex(), self.status)
         try:
-            await asyncio.to_thread(replace_file, self._path, msgspec.json.encode(kept) + b"\n")
+            await asyncio.to_thread(write_kept, self._path, msgspec.json.encode(kept) + b"\n")
         except OSError as error:
             self._log.warning("progress of the scrubber not kept", reason=str(error))
 
 
 def read_scrub(data_dir: Path) -> _Kept:
     """Return what the file of a data folder holds. Raises OSError, msgspec.MsgspecError."""
-    return msgspec.json.decode((data_dir / SCRUB_FILE).read_bytes(), type=_Kept)
+    return msgspec.json.decode(read_kept(data_dir / SCRUB_FILE).content, type=_Kept)
