@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from clients.event import (
         Change,
         Deletion,
+        Differences,
         Event,
         Mutation,
         Rollback,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from clients.kv.batch import AtomicBatch
     from clients.kv.client import KvClient, Pipeline
     from clients.kv.commands import Json, JsonDocument
+    from clients.kv.held import Held, HeldDocument
     from clients.kv.sync_client import SyncKv
     from clients.link.topology import ClusterNode, Topology
     from clients.mirror.mirror import Mirror
@@ -124,11 +126,12 @@ __getattr__ = lazy_names(
         " NotJsonError NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
         " ServerError StatusError StreamViolationError TemporaryError TooBigError"
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
-        "event": "Change Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
+        "event": "Change Deletion Differences Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
         "kv.batch": "AtomicBatch",
         "kv.client": "KvClient Pipeline",
         "kv.commands": "Json JsonDocument",
+        "kv.held": "Held HeldDocument",
         "kv.sync_client": "SyncKv",
         "link.topology": "ClusterNode Topology",
         "mirror.mirror": "Mirror",
@@ -162,6 +165,7 @@ __all__ = [
     "DcpdError",
     "Deletion",
     "Delivery",
+    "Differences",
     "Document",
     "DurabilityImpossibleError",
     "DurabilityLevel",
@@ -172,6 +176,8 @@ __all__ = [
     "FollowArguments",
     "Group",
     "GroupMember",
+    "Held",
+    "HeldDocument",
     "HistoryBranchedError",
     "InvalidRequestError",
     "Json",

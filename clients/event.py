@@ -122,6 +122,28 @@ class Rollback(msgspec.Struct, gc=False):
     """The server's (vb_uuid, seqno), newest first; () if it did not come with the answer."""
 
 
+class Differences(msgspec.Struct, gc=False):
+    """In what you differ from the server: instead of a Rollback to 0, with the option `held`.
+
+    Set `changed` and delete `gone`, with the position after the event in one transaction. Then you
+    hold the partition as of `to_seqno`, as if you had read it from 0, or some of it as of up to
+    `read_seqno`: the changes in between come again. Forget what could undo earlier changes.
+    """
+
+    vb_id: int
+    changed: list[Mutation]
+    """Documents that you do not hold, or in another version."""
+    gone: list[tuple[int, bytes]]
+    """Collection id and key of documents that you hold and the server does not have."""
+    to_seqno: int
+    """The stream goes on after it; 0: the server has nothing, or you hold nothing."""
+    read_seqno: int
+    from_seqno: int
+    reason: str
+    failover_log: tuple[tuple[int, int], ...] = ()
+    """The server's (vb_uuid, seqno) up to `to_seqno`, newest first."""
+
+
 class StreamEnded(msgspec.Struct, gc=False):
     """The stream of a partition ended. `will_resume`: the consumer asks for it again."""
 
@@ -154,8 +176,9 @@ class StreamFailed(msgspec.Struct, gc=False):
         return DcpdError(self.what, status=self.status, hint=self.hint)
 
 
-Change = Mutation | Deletion | Rollback
-"""What happened to documents. The other events say how the streams go on."""
+Change = Mutation | Deletion | Rollback | Differences
+"""What happened to documents. The other events say how the streams go on. Differences come with
+the option `held`."""
 
 Event = (
     Mutation
@@ -166,6 +189,7 @@ Event = (
     | SeqnoAdvanced
     | StreamOpened
     | Rollback
+    | Differences
     | StreamEnded
     | StreamFailed
 )

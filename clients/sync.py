@@ -33,7 +33,7 @@ from clients.consumer.batch_reader import Cut, Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerArguments, ConsumerOptions, FollowArguments
-from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
+from clients.event import Change, Deletion, Differences, Event, Mutation, Rollback, StreamFailed
 from clients.mirror.mirror import Mirror
 from clients.mirror.mirror_state import JOURNAL_MAX
 from clients.streaming.mutations import Mutations
@@ -227,7 +227,7 @@ class SyncConsumer(_Looped[Consumer]):
     def changes(self) -> Iterator[Change]:
         """Yield what happened to documents; see Consumer.changes."""
         for event in self.events():
-            if isinstance(event, Mutation | Deletion | Rollback):
+            if isinstance(event, Mutation | Deletion | Rollback | Differences):
                 yield event
             elif isinstance(event, StreamFailed):
                 raise event.error()

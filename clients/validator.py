@@ -12,7 +12,7 @@ Rules, per partition. The first violation raises StreamViolationError:
 - a snapshot reaches its end before the next marker, and before the stream ends with reason 0;
 - a stream opens at the consumer's seqno, so reconnects cause no gap and no duplicate;
 - no events come before a stream opens or after it ends;
-- a rollback goes to a lower seqno.
+- a rollback goes to a lower seqno. Differences make a state as of any.
 
 The validator stores every version of each key. So a rollback can restore older versions, and
 `compare` can list the differences from a server's documents.
@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
+    Differences,
     Event,
     Mutation,
     Rollback,
@@ -283,6 +284,20 @@ class StreamValidator:
                 if not versions:
                     del held[key]
 
+    def on_differences(self, partition: _Partition, event: Differences) -> None:
+        """Take over in what a partition differs. What was held before cannot be restored."""
+        partition.is_open = False
+        partition.seqno = event.to_seqno
+        held = {key: versions[-1] for key, versions in partition.held.items()}
+        for collection_id, key in event.gone:
+            held.pop((collection_id, key), None)
+        for each in event.changed:
+            held[each.collection_id, each.key] = Held(each.value, each.cas, each.seqno)
+        partition.held = {
+            key: [last._replace(seqno=min(last.seqno, event.read_seqno))]
+            for key, last in held.items()
+        }
+
     def on_failed(self, partition: _Partition, _event: StreamFailed) -> None:
         """A stream failed for good."""
         partition.is_open = False
@@ -387,6 +402,7 @@ _CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] =
     SnapshotEnd: StreamValidator.on_complete,
     StreamEnded: StreamValidator.on_ended,
     Rollback: StreamValidator.on_rollback,
+    Differences: StreamValidator.on_differences,
     StreamFailed: StreamValidator.on_failed,
 }
 

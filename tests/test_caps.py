@@ -88,6 +88,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
     "freed memory stays for the next large value": Feature(0, 30),
     "small files of a data folder are kept twice, and mended": Feature(2, 500),
+    "a consumer gets in what it differs": Feature(1, 390),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
     "damage that was mended and comes again is asked for at once": Feature(0, 7),
 }

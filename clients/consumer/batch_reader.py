@@ -29,14 +29,23 @@ from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import ConsumerSession
 from clients.consumer.saving import Saver
 from clients.consumer.streams import Batch, Closed, Item, advance
-from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
+from clients.event import (
+    Change,
+    Deletion,
+    Differences,
+    Event,
+    Mutation,
+    Rollback,
+    StreamFailed,
+)
 from clients.streaming.mutations import Mutations, decoded
 from clients.validator import Columns, StreamValidator
 
 PIECES_PER_S: Final = 10
 """With a rate limit, the events of one second are returned in this many pieces."""
 _CHANGES: Final = (Mutation, Deletion, Mutations)
-_DOCUMENTS: Final = (Mutation, Deletion, Rollback)
+_BACK: Final = frozenset({Rollback, Differences})
+_DOCUMENTS: Final = (Mutation, Deletion, Rollback, Differences)
 S = TypeVar("S")
 """A session: the consumer's end of a connection."""
 
@@ -88,6 +97,9 @@ class Source(Protocol):
 
     async def settle(self, batch: Batch, at: int) -> None:
         """Decide the rollback at an index of a batch. All events before it are processed."""
+
+    def handed_out(self, piece: list[Item]) -> None:
+        """Take note that the user gets these items."""
 
 
 class CutMeeting(Generic[S]):
@@ -192,7 +204,7 @@ class BatchReader:
         self._current: tuple[ConsumerSession, Batch] | None = None
         self._piece_start = self._count = 0
         self._looked_at = 0
-        self._settled: Rollback | None = None
+        self._settled: Rollback | Differences | None = None
         """The last decided rollback of the current batch, as it will be returned."""
         self._is_single = False
         self._iteration: object = None
@@ -216,6 +228,11 @@ class BatchReader:
                 batch.markers.pop(vb_id, None)
             if batch.closed is not None:
                 batch.closed.forget(gone)
+
+    @property
+    def hidden_keys(self) -> tuple[bytes, ...]:
+        """Key prefixes of the default collection that the user does not see."""
+        return self._saver.hidden_keys
 
     @property
     def queued_bytes(self) -> int:
@@ -287,7 +304,10 @@ class BatchReader:
                         self._check_newest(iteration)
                     self._look_at(batch.items, stop)
                     self._count = stop
-                    yield batch.items[self._piece_start : stop]
+                    piece = batch.items[self._piece_start : stop]
+                    if source.asks:
+                        source.handed_out(piece)
+                    yield piece
                     self._check_newest(iteration)
                     self._piece_start = stop
                 if source.asks and stop == self._piece_start and stop < len(batch.items):
@@ -377,7 +397,7 @@ class BatchReader:
         if isinstance(event, Rollback) and event is not self._settled:
             await source.settle(batch, at)
             settled = batch.items[at]
-            assert isinstance(settled, Rollback)
+            assert isinstance(settled, Rollback | Differences)
             self._settled = settled
 
     def _decode_rest(self, batch: Batch) -> None:
@@ -412,9 +432,9 @@ class BatchReader:
                 self._looked_at += 1
         self._looked_at = max(stop, self._looked_at)
         kinds = [type(item) for item in items]
-        if Rollback in kinds:
+        if not _BACK.isdisjoint(kinds):
             for item in items:
-                if isinstance(item, Rollback):
+                if type(item) in _BACK:
                     self.closed.pop(item.vb_id, None)
         events = _events_in(items)
         self._metrics.events += events

@@ -48,7 +48,7 @@ from clients.consumer.saving import Saver
 from clients.consumer.starting_point import find_collections, find_starts
 from clients.consumer.supervisor import Supervisor
 from clients.errors import CheckpointError, TopologyError
-from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
+from clients.event import Change, Deletion, Differences, Event, Mutation, Rollback, StreamFailed
 from clients.link.copies import check_copies
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
@@ -239,14 +239,15 @@ class Consumer:
     __aiter__ = events
 
     async def changes(self) -> AsyncIterator[Change]:
-        """Yield what happened to documents, one by one: Mutation, Deletion, Rollback.
+        """Yield what happened to documents, one by one: Mutation, Deletion, Rollback; with the
+        option `held` also Differences.
 
         Raises DcpdError if the server refuses the stream of a partition for good: the changes of
         that partition would be missing.
         """
         async for events in self.batches():
             for event in self._reader.one_by_one(events):
-                if isinstance(event, (Mutation, Deletion, Rollback)):
+                if isinstance(event, (Mutation, Deletion, Rollback, Differences)):
                     yield event
                 elif isinstance(event, StreamFailed):
                     raise event.error()

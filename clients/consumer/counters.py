@@ -21,6 +21,8 @@ COUNTERS: Final = {
     "silent_connections": "Connections closed because an answer or a NOOP did not come",
     "rollbacks": "Rollbacks of a partition",
     "versions_lost": "Rollbacks to 0 because the server keeps no version that the consumer knows",
+    "resyncs": "Partitions that were compared by hashes instead of read from 0 (option held)",
+    "resync_bytes": "Bytes received for that",
     "checkpoints_ahead": "Positions above the server's high seqno (ERANGE)",
     "stream_ends": "Streams that ended before their requested end",
     "streams_failed": "Streams refused permanently; the partition is no longer streamed",
@@ -58,6 +60,7 @@ class ConsumerMetrics:
         self.changes = self.events = self.wire_bytes = 0
         self.connections = self.connections_lost = self.silent_connections = 0
         self.rollbacks = self.versions_lost = self.checkpoints_ahead = 0
+        self.resyncs = self.resync_bytes = 0
         self.stream_ends = self.streams_failed = self.streams_retried = self.streams_moved = 0
         self.stalls = self.topology_changes = 0
         self.saves = self.saves_failed = self.positions_saved = 0

@@ -20,6 +20,7 @@ from typing import Final, Literal, TypedDict, cast
 from clients.checkpoint.checkpoint import CheckpointStore
 from clients.consumer.group import Group
 from clients.event import Rollback
+from clients.kv.held import Held
 from clients.position import Filter, Position
 from clients.streaming.stream_connection import BUFFER_BYTES, NAME_BYTES_MAX, NOOP_INTERVAL_S
 from dcp.wire.frame import MAX_KEY_BYTES
@@ -84,6 +85,9 @@ class ConsumerOptions:
     HistoryBranchedError. A function gets the Rollback after all earlier events are processed, and
     returns one of these words, or a seqno: then the consumer goes back to the newest complete state
     at or below it."""
+    held: Held | None = None
+    """What you hold already. A partition that would begin at 0, with or without a Rollback, is then
+    compared with it by hashes: you get Differences, and the stream from there."""
     collections: Iterable[str | int] | str | None = None
     """Names ("scope.collection") or ids to follow, or one name; "all" for all; None for the default
     collection only. If it is set, there are system events, and events have the id of their
@@ -161,6 +165,8 @@ class ConsumerOptions:
         check_names(self.name, self.group)
         check_start(self.start)
         check_strategy(self.on_rollback)
+        if self.held is not None:
+            check_held(self)
         given = None if self.vbuckets is None else check_partitions(self.vbuckets)
         object.__setattr__(self, "vbuckets", given)
         object.__setattr__(self, "collections", chosen_collections(self.collections))
@@ -179,7 +185,7 @@ class ConsumerOptions:
     @property
     def asks_on_rollback(self) -> bool:
         """Whether a rollback waits for a decision."""
-        return self.on_rollback not in {"undo", "restart"}
+        return self.held is not None or self.on_rollback not in {"undo", "restart"}
 
     @property
     def filter(self) -> Filter:
@@ -214,6 +220,7 @@ class ConsumerArguments(FollowArguments, total=False):
     store: CheckpointStore | None
     save_every_s: float | None
     on_rollback: OnRollback
+    held: Held | None
     collections: Iterable[str | int] | str | None
     key_prefixes: Iterable[str | bytes] | str | bytes
     history: bool
@@ -434,6 +441,26 @@ def is_whole(store: object) -> bool:
 def _is_in(value: object, minimum: int, maximum: int) -> bool:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and minimum <= value <= maximum  # type: ignore[operator]
+
+
+def check_held(options: ConsumerOptions) -> None:
+    """Raise ValueError for options with which documents cannot be compared by hashes."""
+    if not isinstance(options.held, Held):
+        raise ValueError(f"held {options.held!r}: it must be an object of a class of yours, a Held")
+    refused = {
+        "key_prefixes": (options.key_prefixes, "hashes are those of all keys"),
+        "collections='all'": (options.collections == "all", "name those that you hold"),
+        "xattrs": (options.xattrs, "documents that differ come without XATTRs"),
+        "history": (options.history, "of documents that differ only the newest version comes"),
+        "previous_values": (options.previous_values, "documents that differ have none"),
+        f"start={options.start!r}": (
+            options.start != "beginning" and not isinstance(options.start, Mapping),
+            "it is not at 0",
+        ),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise ValueError(f"held cannot be used with {name}: {why}")
 
 
 def check_strategy(strategy: OnRollback) -> OnRollback:

@@ -22,12 +22,20 @@ from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG
 from clients.consumer.options import is_whole
 from clients.errors import CheckpointError, DcpdError
-from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
+from clients.event import (
+    Deletion,
+    Differences,
+    Event,
+    Mutation,
+    Rollback,
+    StreamOpened,
+    SystemEvent,
+)
 from clients.position import Filter, Position, Versions
 from clients.streaming.mutations import Mutations
 
 _NOTHING: Final = Position()
-_REAL: Final = (Mutation, Mutations, Deletion, SystemEvent, Rollback)
+_REAL: Final = (Mutation, Mutations, Deletion, SystemEvent, Rollback, Differences)
 
 
 class Saver:

@@ -14,7 +14,6 @@ have that group, the partition is streamed from 0, and the client drops older ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -22,12 +21,11 @@ from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.node_session import LOG
 from clients.consumer.options import Chosen, Start, time_ns_of
 from clients.consumer.placement import Placement
-from clients.errors import TopologyError, UnsupportedError, error_from_status
+from clients.errors import UnsupportedError, error_from_status
+from clients.kv.hash_reads import positions_at
 from clients.link.pipelined_link import Link
-from clients.operation import collection_id_of, parsed
-from clients.position import Position, may_be_longer, version_log_group, versions_of
-from dcp.wire.frame import pack_request
-from dcp.wire.message import parse_failover_log
+from clients.operation import collection_id_of
+from clients.position import Position
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -109,35 +107,3 @@ async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, in
                 return None
             found[vb_id] = int(values[b"vb_%d:seqno_at" % vb_id])
     return found
-
-
-async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
-    """Return positions at the given seqnos in the partitions' current histories.
-
-    Raises TopologyError if the node does not serve a partition, StatusError, ConnectError.
-    """
-    wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
-    positions = dict.fromkeys(seqnos, Position())
-    if not wanted:
-        return positions
-    opaque = link.take_opaques(len(wanted))
-    packet = b"".join(
-        pack_request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id, opaque=opaque + index)
-        for index, vb_id in enumerate(wanted)
-    )
-    frames = await link.send_batch(packet, opaque, len(wanted))
-    for (vb_id, seqno), frame in zip(wanted.items(), frames, strict=True):
-        if frame.status == Status.NOT_MY_VBUCKET:
-            raise TopologyError("the partition has moved", vb_id=vb_id, node=link.node)
-        if frame.status:
-            raise error_from_status(
-                frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node
-            )
-        log = parsed(parse_failover_log, frame.value, link.node)
-        if may_be_longer(log) and log[-1][1] > seqno:
-            answer = await link.request_stat(version_log_group(vb_id))
-            log = list(versions_of(answer, vb_id)) or log
-        versions = tuple(version for version in log if version[1] <= seqno)
-        if versions:
-            positions[vb_id] = Position(versions, seqno, seqno, seqno, base_seqno=seqno)
-    return positions

@@ -30,6 +30,7 @@ from clients.consumer.options import ConsumerOptions
 from clients.errors import TEMPORARY_STATUSES, StatusError, StreamViolationError, error_from_status
 from clients.event import (
     Deletion,
+    Differences,
     Event,
     Mutation,
     Rollback,
@@ -101,6 +102,7 @@ FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED
 class Wanted(NamedTuple):
     """The position from which to stream a partition; `position` None means from now.
 
+    `compares`: the user holds something of it, and knows no position: compare it first.
     `ceiling`: with `until_now`, the known end; the stream ends there or lower.
     `now_seqno`: the seqno of "now", if it is known before the position is.
     """
@@ -108,16 +110,19 @@ class Wanted(NamedTuple):
     position: Position | None
     ceiling: int | None = None
     now_seqno: int | None = None
+    compares: bool = False
 
 
 class PartitionStream(RetriedStream):
     """One partition's stream: its state, its cursor and its request. `position` None: from now."""
 
-    __slots__ = ("ceiling", "has_position", "now_seqno", "state", "target")
+    __slots__ = ("ceiling", "compares", "has_position", "now_seqno", "state", "target")
 
     def __init__(self, vb_id: int, position: Position | None) -> None:
         super().__init__(vb_id)
         self.state = PartitionStreamState.NEW
+        self.compares = False
+        """Whether it is compared with what the user holds before it is requested (`Wanted`)."""
         self.target: int | None = None
         """Seqno at which the stream ends (`until_now`); None: it has no end, or it is unknown."""
         self.ceiling: int | None = None
@@ -200,7 +205,7 @@ def wanted_of(stream: PartitionStream) -> Wanted:
     """Return what another connection needs to continue a stream."""
     ceiling = stream.ceiling if stream.target is None else stream.target
     if stream.has_position:
-        return Wanted(stream.position(), ceiling)
+        return Wanted(stream.position(), ceiling, compares=stream.compares)
     return Wanted(None, ceiling, stream.now_seqno)
 
 
@@ -261,9 +266,27 @@ def advance(
                 stream.collections, stream.filter = collections, filter
             case Rollback():
                 stream.place(_back_at(stream.position(), event.to_seqno))
+            case Differences():
+                stream.place(after_differences(event, collections, filter))
             case _:
                 stream.leave_snapshot()
     positions.update({vb_id: stream.position() for vb_id, stream in streams.items()})
+
+
+def after_differences(
+    event: Differences,
+    collections: tuple[int, ...] | None,
+    filter: Filter | None,  # noqa: A002 - the word that positions have for it
+) -> Position:
+    """Return the position of a user who has taken over in what a partition differs."""
+    seqno = event.to_seqno
+    if not seqno:
+        return Position()
+    # A client that is at the start of a snapshot has nothing of it, so this one starts before.
+    start = seqno if event.read_seqno == seqno else seqno - 1
+    return Position(
+        event.failover_log, seqno, start, event.read_seqno, collections=collections, filter=filter
+    )
 
 
 def _back_at(position: Position, seqno: int) -> Position:
@@ -357,6 +380,7 @@ class StreamRequests:
         assert vb_id not in self.by_vb or self.by_vb[vb_id].state is PartitionStreamState.GONE
         stream = PartitionStream(vb_id, wanted.position)
         stream.ceiling, stream.now_seqno = wanted.ceiling, wanted.now_seqno
+        stream.compares = wanted.compares
         self.by_vb[vb_id] = stream
         if self._is_begun:
             self._ask_for([stream])
@@ -416,6 +440,7 @@ class StreamRequests:
         assert stream.state is PartitionStreamState.HELD
         if position is not None:
             stream.place(position)
+        stream.compares = False
         self._again(stream)
 
     def remove(self, vb_id: int) -> Wanted | None:
@@ -479,18 +504,20 @@ class StreamRequests:
         stream.state = PartitionStreamState.ASKED
         if not self._extensions.is_for(position):
             self._begin_anew(stream)
+        elif stream.compares:
+            self._hold_back(stream, lambda: self._compare_first(stream))
         elif self._extensions.must_wait(position):
             self._awaiting_lists.append(stream)
         else:
-            end_seqno = SEQNO_MAX if stream.target is None else max(stream.target, position.seqno)
+            # Who has compared is inside a snapshot, and complete at its end.
+            end_seqno = (
+                SEQNO_MAX if stream.target is None else max(stream.target, position.snap_end)
+            )
             document = self._extensions.request_document()
             self.connection.request(stream, position, end_seqno, document)
 
     def _begin_anew(self, stream: PartitionStream) -> None:
-        """The position belongs to other collections: roll back to 0 when a NOOP is answered.
-
-        The rollback must be in a batch, and only a read creates a batch. So a NOOP causes a read.
-        """
+        """The position belongs to other collections: roll back to 0."""
         held, wanted = (
             ", ".join(map(str, ids or ())) or "all"
             for ids in (stream.collections, self._extensions.collections)
@@ -500,10 +527,22 @@ class StreamRequests:
             " created again, or others were chosen"
         )
 
+        self._hold_back(stream, lambda: self._roll_back(stream, RollbackAsked(0, ()), why=why))
+
+    def _compare_first(self, stream: PartitionStream) -> None:
+        """The user holds something of the partition and knows no position: let it be compared."""
+        self.items.append(Rollback(stream.vb_id, 0, 0, 0, "no position is known", ()))
+        stream.state = PartitionStreamState.HELD
+
+    def _hold_back(self, stream: PartitionStream, then: Callable[[], None]) -> None:
+        """Do something that makes an event, when a NOOP is answered: events must be in a batch, and
+        only a read creates a batch.
+        """
+
         def on_reply(_frame: Frame) -> None:
             if stream.state is PartitionStreamState.ASKED:
                 self._touch(stream)
-                self._roll_back(stream, RollbackAsked(0, ()), why=why)
+                then()
 
         self.connection.requests.send(
             lambda opaque: pack_request(Opcode.NOOP, opaque=opaque), on_reply

@@ -9,6 +9,7 @@ Invariants
 - if a partition is paused, its queued events are dropped. On resume they are streamed again, from
   the end of the current batch;
 - after a rollback a partition continues from the decided position, wherever it is by then;
+- what is held of a partition is compared when all earlier events are processed;
 - a permanent error ends the reader's iteration.
 """
 
@@ -21,12 +22,15 @@ from typing import NamedTuple
 
 from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.options import ConsumerOptions, Decision, OnRollback
 from clients.consumer.placement import Placement
-from clients.consumer.streams import Batch, Wanted
+from clients.consumer.streams import Batch, Item, Wanted, after_differences
 from clients.errors import TRANSIENT, AuthenticationError, DcpdError, HistoryBranchedError
-from clients.event import Rollback
+from clients.event import Differences, Mutation, Rollback
+from clients.kv.held import Held
+from clients.kv.resync import Found, Resync
 from clients.position import Position, gone_back
 
 
@@ -52,12 +56,17 @@ class Supervisor:
         self._held: dict[int, Wanted] = {}
         """Rolled back, undecided, and without a connection."""
         self._placer: asyncio.Task[None] | None = None
+        self._resync: Resync | None = None
 
     # -- lifetime ------------------------------------------------------------------------------
 
     async def start(self, starts: dict[int, Position | None]) -> None:
         """Stream partitions, None: from now. Raises what connecting raises."""
-        self._placement.homeless.update({vb: Wanted(starts[vb]) for vb in starts})
+        held = self.options.held
+        for vb_id, position in starts.items():
+            is_lost = held is not None and position is not None and not position.seqno
+            compares = is_lost and held is not None and held.holds(vb_id)
+            self._placement.homeless[vb_id] = Wanted(position, compares=compares)
         await self._placement.place()
         self._placer = asyncio.create_task(
             self._placement.keep_placed(self.fail, self._reader.wake.set), name="consumer-placer"
@@ -72,6 +81,8 @@ class Supervisor:
             await asyncio.gather(self._placer, return_exceptions=True)
             self._placer = None
         await self._placement.close()
+        if self._resync is not None:
+            await self._resync.close()
 
     def fail(self, error: BaseException) -> None:
         """End the iteration with an error, after all received events were returned."""
@@ -153,9 +164,46 @@ class Supervisor:
         event = batch.items[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
-        decided = await decide_rollback(self.options.on_rollback, event, batch.positions[vb_id])
+        decided = Decided(event, Position())
+        if event.from_seqno:
+            decided = await decide_rollback(self.options.on_rollback, event, batch.positions[vb_id])
+        if self.options.held is not None and not decided.position.seqno:
+            decided = await self._by_differences(self.options.held, decided, batch)
         batch.items[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
+
+    def handed_out(self, piece: list[Item]) -> None:
+        """Take note that what the user holds of partitions changes with these items."""
+        if self._resync is not None:
+            self._resync.forget({item.vb_id for item in piece})
+
+    async def _by_differences(self, held: Held, decided: Decided, batch: Batch) -> Decided:
+        """Compare a partition that would begin at 0 with what is held of it. Where that cannot be
+        done, it begins at 0.
+        """
+        back = decided.event
+        assert isinstance(back, Rollback)
+        if self._resync is None:
+            self._resync = Resync(
+                self._placement.address, held, batch.collections or DEFAULT_ONLY,
+                self.options.connect_timeout_s,
+            )  # fmt: skip
+        waiting = set(self._held)
+        for session in self._placement.sessions.values():
+            waiting.update(session.core.streams.held())
+        before = self._resync.received_bytes
+        try:
+            found = await self._resync.partition(back.vb_id, sorted(waiting))
+        except DcpdError as error:
+            LOG.warning("%s: partition %d is read from 0: %s", self.name, back.vb_id, error)
+            return decided
+        finally:
+            self.metrics.resync_bytes += self._resync.received_bytes - before
+        if found is None:
+            return decided
+        self.metrics.resyncs += 1
+        event = differences_of(found, back, self._reader.hidden_keys)
+        return Decided(event, after_differences(event, batch.collections, batch.filter))
 
     # -- called by sessions --------------------------------------------------------------------
 
@@ -239,10 +287,29 @@ class Supervisor:
         return None
 
 
+def differences_of(found: Found, back: Rollback, hidden: tuple[bytes, ...]) -> Differences:
+    """Return what was found as an event instead of a rollback. `hidden`: prefixes of keys of the
+    default collection that the user does not see.
+    """
+    changed = [
+        Mutation(
+            back.vb_id, version.key, sent.value, version.seqno, version.rev_seqno, version.cas,
+            sent.flags, sent.expiry_s, sent.datatype, collection_id=collection_id,
+        )
+        for collection_id, sent in found.changed
+        for version in (sent.version,)
+        if collection_id or not version.key.startswith(hidden)
+    ]  # fmt: skip
+    return Differences(
+        back.vb_id, changed, found.gone, found.seqno, found.read_seqno, back.from_seqno,
+        back.reason, found.versions,
+    )  # fmt: skip
+
+
 class Decided(NamedTuple):
     """The event for the user, and the position from which the partition continues."""
 
-    event: Rollback
+    event: Rollback | Differences
     position: Position
 
 

@@ -29,6 +29,8 @@ from clients.kv.differences import PARTITIONS_AT_ONCE, Copy, Known, Wanted
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterMap, ClusterNode, Place
+from clients.operation import parsed
+from clients.position import Position, may_be_longer, version_log_group, versions_of
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.hash_reads import (
     ASKED,
@@ -43,6 +45,7 @@ from dcp.wire.hash_reads import (
     told,
     versions_in,
 )
+from dcp.wire.message import parse_failover_log
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.native.key_hashes import KeyHashes
@@ -286,6 +289,38 @@ class HashReader(Copy):
                     self._cluster.learn(frame.value, link.address.host)
             except (ConnectError, ConnectionLostError, OperationTimeoutError, TopologyError):
                 continue
+
+
+async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
+    """Return positions at the given seqnos in the partitions' current histories.
+
+    Raises TopologyError if the node does not serve a partition, StatusError, ConnectError.
+    """
+    wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
+    positions = dict.fromkeys(seqnos, Position())
+    if not wanted:
+        return positions
+    opaque = link.take_opaques(len(wanted))
+    packet = b"".join(
+        pack_request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id, opaque=opaque + index)
+        for index, vb_id in enumerate(wanted)
+    )
+    frames = await link.send_batch(packet, opaque, len(wanted))
+    for (vb_id, seqno), frame in zip(wanted.items(), frames, strict=True):
+        if frame.status == Status.NOT_MY_VBUCKET:
+            raise TopologyError("the partition has moved", vb_id=vb_id, node=link.node)
+        if frame.status:
+            raise error_from_status(
+                frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node
+            )
+        log = parsed(parse_failover_log, frame.value, link.node)
+        if may_be_longer(log) and log[-1][1] > seqno:
+            answer = await link.request_stat(version_log_group(vb_id))
+            log = list(versions_of(answer, vb_id)) or log
+        versions = tuple(version for version in log if version[1] <= seqno)
+        if versions:
+            positions[vb_id] = Position(versions, seqno, seqno, seqno, base_seqno=seqno)
+    return positions
 
 
 def _numbers_of(buckets: bytes) -> bytes:

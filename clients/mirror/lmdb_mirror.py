@@ -27,8 +27,9 @@ from typing import Any, Final
 from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.checkpoint.claim import Claim
 from clients.errors import CheckpointError
+from clients.kv.held import ROW, ROW_FORM
 from clients.local_lmdb import LocalLmdb, rows_from
-from clients.mirror.mirror_state import ROW, ROW_FORM, Changing, Taken, counted
+from clients.mirror.mirror_state import Changing, Taken, counted
 from clients.position import Position
 from vbucket.native.key_hashes import KeyHashes, Row
 
@@ -263,7 +264,7 @@ class _Change:
         state = self._state(vb_id)
         for key, row in taken.rows.items():
             self._set(vb_id, key, row, self._transaction.get(_row(b"d", vb_id) + key))
-        for place, _ in self._entries_above(vb_id, taken.position.seqno):
+        for place, _ in self._entries_above(vb_id, taken.seqno):
             self._transaction.delete(place)
             state.entries -= 1
         state.floor = taken.read_seqno

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Unpack
@@ -21,11 +21,14 @@ from clients.consumer.consumer import Consumer
 from clients.consumer.node_session import LOG
 from clients.consumer.options import ConsumerOptions, FollowArguments, prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
-from clients.event import Event, Rollback, StreamFailed, StreamOpened
-from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, Taken, take
-from clients.mirror.resync import Resync
+from clients.event import Differences, Event, Rollback, StreamFailed, StreamOpened
+from clients.kv.differences import version_of
+from clients.kv.held import ROW_FORM, Held, HeldDocument
+from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, rows_within, take
 from clients.position import Position
+from dcp.wire.hash_reads import KeyVersion
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.native.key_hashes import KeyHashes
 
 CUT_PART_EVENTS: Final = 100_000
 """A cut of more events, such as the first, is applied in parts, so it need not be in memory."""
@@ -39,37 +42,66 @@ class _Received:
     def __init__(self) -> None:
         self.positions: dict[int, Position] = {}
         """By partition: positions that are not stored yet."""
-        self.resynced: dict[int, Taken] = {}
-        """What resyncs have found and the store does not have yet."""
+        self.events: list[Event] = []
+        """Events that are not stored yet."""
+        self.waiting: set[int] = set()
+        """Partitions of these, if they are all Differences."""
         self._streamed: set[int] = set()
         """Partitions that the server has streamed: before, it may say ROLLBACK."""
 
-    def add(self, events: list[Event], positions: Mapping[int, Position]) -> list[Event]:
-        """Take events, and the positions after them. Return the events to apply: a rollback that a
-        resync has answered is none.
+    def add(self, events: list[Event], positions: Mapping[int, Position]) -> bool:
+        """Take events, and the positions after them. Return whether they may wait for others: each
+        Differences comes alone, and there may be one for each partition.
         """
         self._streamed |= {event.vb_id for event in events if isinstance(event, StreamOpened)}
         self.positions |= positions
-        if not self.resynced:
-            return events
-        return [event for event in events if not self._is_answered(event)]
+        self.events += events
+        if not (events and all(isinstance(event, Differences) for event in events)):
+            return False
+        self.waiting |= {event.vb_id for event in events}
+        return True
 
     def stored(self) -> None:
         """The store has all of it."""
-        self.positions, self.resynced = {}, {}
+        self.positions, self.events, self.waiting = {}, [], set()
 
     def has(self, vb_id: int, done: Mapping[int, Position], seqno: int) -> bool:
         """Whether a mirror with these positions has a partition up to a seqno of the history that
         is streamed.
         """
         is_there = vb_id in done and done[vb_id].seqno >= seqno
-        return is_there and vb_id in self._streamed and vb_id not in self.resynced
+        return is_there and vb_id in self._streamed and vb_id not in self.waiting
 
-    def _is_answered(self, event: Event) -> bool:
-        if not isinstance(event, Rollback):
-            return False
-        taken = self.resynced.get(event.vb_id)
-        return taken is not None and event.to_seqno == taken.position.seqno
+
+class _HeldDocuments(Held):
+    """What a mirror holds of its collection."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def _store(self, vb_id: int) -> MirrorStore:
+        return self._mirror._stored(vb_id)  # noqa: SLF001 - of this module
+
+    def documents(self, vb_id: int) -> Iterable[HeldDocument]:
+        """See Held."""
+        store = self._store(vb_id)
+        versions = (version_of(row, ROW_FORM) for row in store.rows(vb_id, store.keys(vb_id)))
+        return (HeldDocument(each.key, each.cas, each.rev_seqno) for each in versions)
+
+    def hashes(self, vb_id: int) -> Mapping[int, KeyHashes]:
+        """See Held."""
+        return {self._mirror.consumer.collection_ids[0]: self._store(vb_id).hashes(vb_id)}
+
+    def within(
+        self,
+        vb_id: int,
+        collection_id: int,  # noqa: ARG002 - there is one
+        buckets: tuple[int, bytes],
+        known: Sequence[KeyVersion],
+    ) -> list[KeyVersion]:
+        """See Held. What the server has is looked up."""
+        rows = rows_within(self._store(vb_id), vb_id, *buckets, [version.key for version in known])
+        return [version_of(row, ROW_FORM) for row in rows]
 
 
 class Mirror:
@@ -107,7 +139,7 @@ class Mirror:
         self._key_prefixes = prefixes_of(key_prefixes)
         self._options = ConsumerOptions(
             collections=collection, key_prefixes=self._key_prefixes, on_rollback=self._choose,
-            **options,
+            held=None if self._key_prefixes else _HeldDocuments(self), **options,
         )  # fmt: skip
         self._store: MirrorStore = MemoryStore()
         self._between_cuts = asyncio.Lock()
@@ -118,10 +150,7 @@ class Mirror:
         self._failure: BaseException | None = None
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
-        self._resync: Resync | None = None
         self._received = _Received()
-        self.resyncs = 0
-        """How many partitions were brought to the server's state by their differences."""
         self.consumer: Consumer
         """The consumer that follows the server (metrics, lag). Set when the mirror is open."""
 
@@ -176,8 +205,6 @@ class Mirror:
         try:
             if self._was_opened:
                 await self.consumer.close()
-            if self._resync is not None:
-                await self._resync.close()
         finally:
             self._store.close()
 
@@ -255,9 +282,14 @@ class Mirror:
         return (key for key, _ in self.items())
 
     @property
+    def resyncs(self) -> int:
+        """How many partitions were brought to the server's state by their differences."""
+        return self.consumer.metrics.resyncs
+
+    @property
     def resync_bytes(self) -> int:
         """How many bytes the server has sent for the comparisons of `resyncs`."""
-        return 0 if self._resync is None else self._resync.received_bytes
+        return self.consumer.metrics.resync_bytes
 
     def positions(self) -> dict[int, Position]:
         """Return the mirror's position by partition."""
@@ -325,50 +357,32 @@ class Mirror:
     def _take(
         self, events: list[Event], positions: Mapping[int, Position], *, may_wait: bool = True
     ) -> None:
-        """Apply events, and store the positions after them. Each rollback comes alone: those that a
-        resync answered may wait for what follows, and are stored together.
+        """Apply events, and store the positions after them. Each Differences comes alone: those of
+        many partitions are stored together, with what follows.
         """
-        if self._resync is not None:
-            for event in events:
-                self._resync.forget(event.vb_id)
+        if not (self._received.add(events, positions) and may_wait):
+            self._store_received()
+
+    def _store_received(self) -> None:
         received = self._received
-        left = received.add(events, positions)
-        if received.resynced and not left and may_wait:
-            return
         take(
-            self._store, left, received.positions,
+            self._store, received.events, received.positions,
             collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
-            resynced=received.resynced,
         )  # fmt: skip
         received.stored()
         self._moved.set()
 
-    async def _choose(self, event: Rollback) -> Literal["undo", "restart"] | Position:
-        """Undo as far as the journal reaches. Otherwise take over what differs from the server, or
-        begin at 0 where that cannot be told.
-        """
-        vb_id = event.vb_id
+    def _stored(self, vb_id: int) -> MirrorStore:
+        """Return the store when it has all that was received of a partition."""
+        if vb_id in self._received.waiting:
+            self._store_received()
+        return self._store
+
+    async def _choose(self, event: Rollback) -> Literal["undo", "restart"]:
+        """Undo as far as the journal reaches."""
         await self._leave_cut()
-        if event.to_seqno and event.to_seqno >= self._store.floor(vb_id):
-            return "undo"
-        if self._key_prefixes:
-            return "restart"  # hashes are those of all keys
-        if self._resync is None:
-            consumer, options = self.consumer, self._options
-            self._resync = Resync(
-                consumer.address, consumer.collection_ids[0], options.filter,
-                options.connect_timeout_s,
-            )  # fmt: skip
-        try:
-            taken = await self._resync.partition(self._store, vb_id)
-        except DcpdError as error:
-            LOG.warning("partition %d is loaded again: %s", vb_id, error)
-            return "restart"
-        if taken is None:
-            return "restart"
-        self._received.resynced[vb_id] = taken
-        self.resyncs += 1
-        return taken.position
+        has_journal = event.to_seqno and event.to_seqno >= self._store.floor(event.vb_id)
+        return "undo" if has_journal else "restart"
 
     def _check(self) -> None:
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):

@@ -14,8 +14,9 @@ from clients.kv.differences import (
     check_partition,
     version_of,
 )
+from clients.kv.held import ROW_FORM
 from clients.mirror.lmdb_mirror import LmdbStore
-from clients.mirror.mirror_state import ROW_FORM, rows_within
+from clients.mirror.mirror_state import rows_within
 from dcp.wire.hash_reads import KeyVersion
 from vbucket.native.key_hashes import KeyHashes
 

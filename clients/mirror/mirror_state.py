@@ -2,13 +2,14 @@
 
     change            the key's old value goes to the journal, the new one to the store
     rollback          the journal is undone down to the seqno, or the partition is emptied
+    differences       what differs is set and deleted, and the journal is emptied
     collection drop   the partition's documents are deleted, with journal entries
 
 Invariants
 - undoing the journal down to seqno S gives exactly the mirror's state at S, for every S at or above
   the partition's floor;
 - a partition's journal has at most `journal_max` entries after a batch; the floor is the seqno of
-  the newest entry that was dropped, or the highest one that a resync read, 0 if there is none;
+  the newest entry that was dropped, or the highest one that a comparison read, 0 if there is none;
 - documents, journal and positions change together, in one `changing()` of the store.
 
 The store holds the documents: `MemoryStore` here, or `clients.mirror.lmdb_mirror`.
@@ -19,34 +20,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from struct import Struct
 from typing import Final, NamedTuple, Protocol
 
-from clients.event import Deletion, Event, Mutation, Rollback, SystemEvent
+from clients.event import Deletion, Differences, Event, Mutation, Rollback, SystemEvent
+from clients.kv.held import ROW, ROW_FORM
 from clients.position import Position
 from vbucket.model.manifest import SystemEventKind
-from vbucket.native.key_hashes import KeyHashes, Row, RowForm, bits_for, rows_of_buckets
+from vbucket.native.key_hashes import KeyHashes, Row, bits_for, rows_of_buckets
 
 JOURNAL_MAX: Final = 10_000
 """Maximum journal entries of a partition: how many changes a rollback can undo without a restart.
 """
 
 
-ROW: Final = Struct(">QQ")
-"""CAS and revision of a document. In a store they come before its value, so that hashes can be
-compared with a server's."""
-ROW_FORM: Final = RowForm(0, b"", 0, 8)
-
-
 class Taken(NamedTuple):
-    """What a mirror takes over of a partition instead of a stream from 0 (`clients.mirror.resync`):
-    rows by key (None: the document is gone), and the position to follow it from.
-    """
+    """What a mirror takes over of a partition instead of a stream from 0."""
 
     rows: dict[bytes, bytes | None]
+    """By key: CAS, revision and value (`ROW`); None: the document is gone."""
+    seqno: int
+    """The stream goes on after it."""
     read_seqno: int
     """The highest seqno that was read: nothing below it can be undone."""
-    position: Position
 
 
 class Changing(Protocol):
@@ -118,20 +113,14 @@ def take(
     *,
     collection_id: int = 0,
     journal_max: int = JOURNAL_MAX,
-    resynced: Mapping[int, Taken] | None = None,
 ) -> None:
-    """Apply what resyncs found and then a batch of events to a store, and store the positions
-    after them.
-    """
+    """Apply a batch of events to a store, and store the positions after them."""
     touched = set()
     with store.changing() as change:
-        for vb_id, taken in (resynced or {}).items():
-            change.take_over(vb_id, taken)
         for event in events:
             match event:
                 case Mutation():
-                    row = ROW.pack(event.cas, event.rev_seqno) + event.value
-                    change.put(event.vb_id, event.key, row, event.seqno)
+                    change.put(event.vb_id, event.key, _row_of(event), event.seqno)
                 case Deletion():
                     change.put(event.vb_id, event.key, None, event.seqno)
                 case Rollback():
@@ -139,6 +128,8 @@ def take(
                         change.undo(event.vb_id, event.to_seqno)
                     else:
                         change.clear(event.vb_id)
+                case Differences():
+                    change.take_over(event.vb_id, _taken(event))
                 case SystemEvent() if _drops(event, collection_id):
                     for key in change.keys(event.vb_id):
                         change.put(event.vb_id, key, None, event.seqno)
@@ -148,6 +139,16 @@ def take(
         for vb_id in touched:
             change.trim(vb_id, journal_max)
         change.place(positions)
+
+
+def _row_of(event: Mutation) -> bytes:
+    return ROW.pack(event.cas, event.rev_seqno) + event.value
+
+
+def _taken(event: Differences) -> Taken:
+    rows: dict[bytes, bytes | None] = {key: None for _, key in event.gone}
+    rows |= {each.key: _row_of(each) for each in event.changed}
+    return Taken(rows, event.to_seqno, event.read_seqno)
 
 
 def counted(rows: list[Row]) -> KeyHashes:

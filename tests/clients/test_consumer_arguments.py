@@ -61,6 +61,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "store": [("checkpoint", "load and save")],
     "save_every_s": [(0, "above 0"), (-1, "above 0"), (NAN, "number"), ("5", "number")],
     "until_now": [("no", "True or False"), (1, "True or False")],
+    "held": [("rows", "must be an object of a class of yours")],
     "on_rollback": [("sometimes", "sometimes"), (None, "None")],
     "collections": [
         ([], "empty"),

@@ -33,6 +33,9 @@ class Streams:
     def done_with(self, batch):
         self.given_back.append(batch)
 
+    def handed_out(self, piece):
+        """Nothing is held."""
+
     async def settle(self, batch, at):
         self.settled.append(batch.items[at].to_seqno)
         await self.decided.wait()

@@ -26,10 +26,10 @@ from clients import (
 )
 from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.errors import OperationTimeoutError
-from clients.event import Deletion, Rollback, SystemEvent
+from clients.event import Deletion, Differences, Rollback, SystemEvent
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.mirror.lmdb_mirror import FORMAT, VERSION, LmdbStore
-from clients.mirror.mirror_state import MemoryStore, Taken, counted, rows_within, take
+from clients.mirror.mirror_state import MemoryStore, counted, rows_within, take
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.opcode import Opcode
@@ -154,9 +154,9 @@ def test_what_a_resync_took_over_is_not_undone(tmp_path, kind):
     """Entries of the time before may be left: those that follow have their seqnos, too."""
     store = MemoryStore() if kind == "dicts" else LmdbStore(tmp_path / "m", is_durable=False)
     take(store, [mutation(seqno, b"k%d" % seqno, b"1") for seqno in range(1, 10)], {})
-    rows = {b"k1": bytes(16) + b"2", b"k9": None}
-    taken = Taken(rows, 6, Position(((1, 0),), 4, 3, 6))
-    take(store, [mutation(5, b"k2", b"2")], {}, resynced={VB: taken})
+    other = Mutation(VB, b"k1", b"2", 4, 0, 0, 0, 0)
+    event = Differences(VB, [other], [(0, b"k9")], 4, 6, 9, "test")
+    take(store, [event, mutation(5, b"k2", b"2")], {})
     assert store.floor(VB) == 6
     take(store, [mutation(seqno, b"k3", b"%d" % seqno) for seqno in (6, 7, 8)], {})
     take(store, [Rollback(VB, 6, 6, 8, "test")], {})

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resync_parts import ADDRESS, KEYS, PARTITIONS, VB, Change, PeerLink, apply, changes, followed
 
 from clients import KvClient, Mirror
-from clients.address import ServerAddress, parse_address
+from clients.address import parse_address
 from clients.cli.dcpctl import run
+from clients.consumer.streams import after_differences
+from clients.consumer.supervisor import differences_of
 from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
-from clients.event import Deletion, Event, Mutation
+from clients.event import Differences, Mutation, Rollback
 from clients.kv.differences import (
     Copy,
     Difference,
@@ -24,145 +27,42 @@ from clients.kv.differences import (
     differences,
 )
 from clients.kv.hash_reads import HashReader
-from clients.link.topology import Place, Topology, single_node
+from clients.kv.held import ROW, ROW_FORM, Held
+from clients.kv.resync import Resync
+from clients.link.topology import single_node
 from clients.mirror.lmdb_mirror import LmdbStore
-from clients.mirror.mirror_state import ROW, ROW_FORM, MemoryStore, counted, take
-from clients.mirror.resync import Resync
-from clients.position import Filter, Position
+from clients.mirror.mirror import _HeldDocuments
+from clients.mirror.mirror_state import MemoryStore, MirrorStore, counted, take
+from clients.position import Position
 from clients.testing import DcpServer
-from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.wire.frame import Frame
 from dcp.wire.hash_reads import KeyVersion
-from dcp.wire.message import parse_deletion, parse_mutation
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine.lifecycle import PurgeRefusedError, branch, purge, set_state
-from vbucket.engine.partition import BranchRefusedError, VbState
+from vbucket.engine.lifecycle import set_state
+from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 from vbucket.native.key_hashes import Row
 
-VB = 1
-PARTITIONS = 2
-KEYS = [key for key in (b"k%d" % n for n in range(1200)) if vbucket_of(key, PARTITIONS) == VB]
-ADDRESS = ServerAddress("node", 1)
 ADD = ["collection", "add", "shop.orders"]
 
 
-class PeerLink:
-    """A connection to a node in memory, which `before` may change before each answer."""
-
-    is_closed = False
-    place: Place = ("node", 1)
-    address = ADDRESS
-    node = "node:1"
-
-    def __init__(self, node: MemoryNode, before: Callable[[], None] = lambda: None) -> None:
-        self.memory = node
-        self.before = before
-        self.peer = node.connect()
-        self.batches = 0
-
-    def topology(self) -> Topology:
-        return single_node("node", 1, PARTITIONS)
-
-    def take_opaques(self, _count: int) -> int:
-        return 1
-
-    def close(self) -> None:
-        pass
-
-    async def send_batch(
-        self, packets: bytes, _opaque: int, count: int, *, is_open_ended: bool = False
-    ) -> list[Frame]:
-        self.before()
-        self.batches += 1
-        frames = [
-            frame
-            for request in FrameDecoder().feed(packets)
-            for frame in self.peer.send(_packed(request))
-        ]
-        self.memory.commit()
-        assert is_open_ended or len(frames) == count
-        return frames
+def held_of(store: MirrorStore) -> Held:
+    """What a mirror of the default collection tells a consumer."""
+    consumer = SimpleNamespace(collection_ids=(0,))
+    mirror: Any = SimpleNamespace(_stored=lambda _vb_id: store, consumer=consumer)
+    return _HeldDocuments(mirror)
 
 
-def _packed(request: Frame) -> bytes:
-    return pack_request(
-        request.opcode, vb_id=request.vb_id, opaque=request.opaque, extras=request.extras,
-        key=request.key, value=request.value,
-    )  # fmt: skip
-
-
-def followed(node: MemoryNode, store: MemoryStore, position: Position) -> bool:
-    """Take what a stream from a position sends; False: the server answers ROLLBACK."""
-    peer = node.connect()
-    peer.open()
-    snap = position.snap_start, position.snap_end
-    answer = peer.stream(VB, position.seqno, uuid=position.vb_uuid, snap=snap)
-    if answer.status == Status.ROLLBACK:
-        return False
-    assert answer.status == Status.OK, answer
-    events: list[Event] = []
-    for frame in peer.drain():
-        key = frame.key
-        if frame.opcode == Opcode.DCP_MUTATION:
-            sent = parse_mutation(frame)
-            events.append(
-                Mutation(VB, key, frame.value, sent.by_seqno, sent.rev_seqno, frame.cas, 0, 0)
-            )
-        elif frame.opcode in {Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION}:
-            gone = parse_deletion(frame)
-            events.append(Deletion(VB, key, gone.by_seqno, gone.rev_seqno, frame.cas))
-    take(store, events, {})
-    return True
-
-
-def resync_of(link: PeerLink) -> Resync:
-    made = Resync(ADDRESS, 0, Filter(), 5.0)
+def resync_of(link: PeerLink, store: MirrorStore) -> Resync:
+    made = Resync(ADDRESS, held_of(store), (0,), 5.0)
     made._reader = HashReader(link, 5.0)  # type: ignore[arg-type]
     return made
 
 
-Change = tuple[str, int, int]
-changes = st.lists(
-    st.tuples(
-        st.sampled_from(["set", "set", "set", "delete", "merge", "purge", "branch", "crash"]),
-        st.integers(0, 300), st.integers(1, 60),
-    ),
-    max_size=6,
-)  # fmt: skip
-
-
-def apply(node: MemoryNode, change: Change) -> None:
-    kind, first, count = change
-    part = node.engine.partitions[VB]
-    peer = node.connect()
-    match kind:
-        case "set":
-            for key in KEYS[first : first + count]:
-                peer.set(VB, key, b"%d" % part.high_seqno)
-        case "delete":
-            for key in KEYS[first : first + count]:
-                peer.delete(VB, key)
-        case "merge":
-            node.merge()
-        case "purge":
-            node.merge()
-            with pytest.MonkeyPatch.context():
-                try:
-                    purge(node.engine, VB)
-                except PurgeRefusedError:
-                    return
-            node.commit()
-            node.merge()
-            node.compact([VB])
-        case "branch":
-            node.commit()
-            try:
-                branch(node.engine, VB, max(part.high_seqno - count, 0))
-            except BranchRefusedError:
-                return
-    node.commit()
+def compared(link: PeerLink, store: MirrorStore) -> Differences | None:
+    """Return the event that a consumer makes of what differs."""
+    found = asyncio.run(resync_of(link, store).partition(VB))
+    return None if found is None else differences_of(found, Rollback(VB, 0, 0, 9, "test"), ())
 
 
 @settings(max_examples=50, deadline=None)
@@ -190,14 +90,11 @@ def test_a_resync_ends_as_a_stream_from_0(
 
     link = PeerLink(node, next_change)
     for _ in range(20):
-        taken = asyncio.run(resync_of(link).partition(store, VB))
-        position = Position() if taken is None else taken.position
-        if taken is None:
-            with store.changing() as change:
-                change.clear(VB)
-        else:
-            take(store, [], {VB: position}, resynced={VB: taken})
-            assert store.floor(VB) >= position.seqno
+        event = compared(link, store)
+        position = Position() if event is None else after_differences(event, (0,), None)
+        back = Rollback(VB, 0, 0, 9, "test")
+        take(store, [back if event is None else event], {VB: position})
+        assert store.floor(VB) >= position.seqno
         next_change()
         if followed(node, store, position):
             break
@@ -215,10 +112,10 @@ def test_an_equal_mirror_reads_hashes_only() -> None:
     apply(node, ("set", 0, 300))
     assert followed(node, store, Position())
     link = PeerLink(node)
-    taken = asyncio.run(resync_of(link).partition(store, VB))
-    assert taken is not None
-    assert taken.rows == {}
-    position = taken.position
+    event = compared(link, store)
+    assert event is not None
+    assert (event.changed, event.gone) == ([], [])
+    position = after_differences(event, (0,), None)
     assert (position.seqno, position.snap_start, position.snap_end) == (300, 300, 300)
     assert link.batches == 2, "hashes, and the failover log"
 
@@ -229,11 +126,11 @@ def test_what_does_not_differ_is_not_read() -> None:
     node.merge()
     assert followed(node, store, Position())
     apply(node, ("set", 7, 1))
-    resync = resync_of(PeerLink(node))
-    taken = asyncio.run(resync.partition(store, VB))
+    resync = resync_of(PeerLink(node), store)
+    found = asyncio.run(resync.partition(VB))
     assert resync.received_bytes < 5000
-    assert taken is not None
-    assert {key: row[16:] for key, row in taken.rows.items() if row} == {KEYS[7]: b"500"}
+    assert found is not None
+    assert [(sent.version.key, sent.value) for _, sent in found.changed] == [(KEYS[7], b"500")]
 
 
 @pytest.mark.parametrize("what", ["other document", "cut short", "endless"])
@@ -241,6 +138,7 @@ def test_a_server_that_lies_is_not_believed(what: str) -> None:
     """Nothing of what it sent is used."""
     node, store = MemoryNode(partitions=PARTITIONS), MemoryStore()
     apply(node, ("set", 0, 3))
+    take(store, [Mutation(VB, KEYS[5], b"not the server's", 1, 1, 5, 0, 0)], {})
     link = PeerLink(node)
     send = link.send_batch
 
@@ -257,13 +155,13 @@ def test_a_server_that_lies_is_not_believed(what: str) -> None:
 
     link.send_batch = lie  # type: ignore[method-assign]
     with pytest.raises(ConnectError, match=r"not the one that was asked|cut short|endless"):
-        asyncio.run(resync_of(link).partition(store, VB))
+        asyncio.run(resync_of(link, store).partition(VB))
 
 
 # -- differences ---------------------------------------------------------------------------------
 
 
-class Held(RowsCopy):
+class HeldCopy(RowsCopy):
     """Documents by key: CAS and revision."""
 
     def __init__(self, name: str, held: dict[bytes, tuple[int, int]], count: int = 2) -> None:
@@ -305,7 +203,7 @@ held = st.dictionaries(
 def test_exactly_what_differs_is_found(
     one: dict[bytes, tuple[int, int]], two: dict[bytes, tuple[int, int]]
 ) -> None:
-    found = found_between(Held("one", one), Held("two", two))
+    found = found_between(HeldCopy("one", one), HeldCopy("two", two))
     wanted = {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
     assert {each.key for each in found} == wanted
     assert len(found) == len(wanted)
@@ -335,14 +233,16 @@ def test_differences_have_names(
 
 def test_what_cannot_be_compared_is_named() -> None:
     with pytest.raises(NotComparableError, match="one has 2 partitions and two has 64"):
-        found_between(Held("one", {}), Held("two", {}, 64))
-    assert found_between(Held("one", {b"k": (1, 1)}, 64), Held("two", {b"k": (1, 1)}, 0)) == []
-    two = Held("two", {b"k%d" % n: (1, 1) for n in range(99)}, 0)
+        found_between(HeldCopy("one", {}), HeldCopy("two", {}, 64))
+    assert (
+        found_between(HeldCopy("one", {b"k": (1, 1)}, 64), HeldCopy("two", {b"k": (1, 1)}, 0)) == []
+    )
+    two = HeldCopy("two", {b"k%d" % n: (1, 1) for n in range(99)}, 0)
     with pytest.raises(NotComparableError, match="keys of two are not those of 1024 partitions"):
-        found_between(Held("one", {}, 1024), two)
+        found_between(HeldCopy("one", {}, 1024), two)
     two.num_vbuckets, two.partitions_seen = 0, 64
     with pytest.raises(NotComparableError, match="two has more than 2 partitions"):
-        found_between(Held("one", {}), two)
+        found_between(HeldCopy("one", {}), two)
     with pytest.raises(NotComparableError, match=r"one lacks b\.c; two lacks a\.b$"):
         checked_collections({"a.b": 1, "d.e": 2}, {"d.e": 9, "b.c": 3}, ("one", "two"))
     assert checked_collections({"a.b": 1}, {"a.b": 2}, ("one", "two")) == ["a.b"]

@@ -37,6 +37,7 @@ from clients.cli.output import (
 from clients.consumer.batch_reader import Cut
 from clients.event import (
     Deletion,
+    Differences,
     Event,
     Mutation,
     Rollback,
@@ -80,6 +81,8 @@ def document_of(
                 "to": event.to_seqno, "server_seqno": event.server_seqno,
                 "from": event.from_seqno, "reason": event.reason,
             }  # fmt: skip
+        case Differences():
+            raise AssertionError("dcpctl holds nothing")
         case SnapshotStart():
             return head | {"start": event.start_seqno, "end": event.end_seqno}
         case SnapshotEnd():
