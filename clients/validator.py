@@ -288,15 +288,14 @@ class StreamValidator:
         """Take over in what a partition differs. What was held before cannot be restored."""
         partition.is_open = False
         partition.seqno = event.to_seqno
-        held = {key: versions[-1] for key, versions in partition.held.items()}
         for collection_id, key in event.gone:
-            held.pop((collection_id, key), None)
+            partition.held[collection_id].pop(key, None)
         for each in event.changed:
-            held[each.collection_id, each.key] = Held(each.value, each.cas, each.seqno)
-        partition.held = {
-            key: [last._replace(seqno=min(last.seqno, event.read_seqno))]
-            for key, last in held.items()
-        }
+            newest: _Version = (each.value, each.cas, each.seqno)
+            partition.held[each.collection_id][each.key] = [newest]
+        for held in partition.held.values():
+            for key, (*_, (value, cas, seqno)) in held.items():
+                held[key] = [(value, cas, min(seqno, event.read_seqno))]
 
     def on_failed(self, partition: _Partition, _event: StreamFailed) -> None:
         """A stream failed for good."""
