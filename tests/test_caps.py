@@ -87,6 +87,8 @@ FEATURES: Final[dict[str, Feature]] = {
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
     "freed memory stays for the next large value": Feature(0, 30),
+    "a copy that was compacted less mends a block": Feature(0, 60),
+    "a backup of a cluster streams while it waits for its cut": Feature(0, 60),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
