@@ -89,6 +89,8 @@ FEATURES: Final[dict[str, Feature]] = {
     "freed memory stays for the next large value": Feature(0, 30),
     "small files of a data folder are kept twice, and mended": Feature(2, 500),
     "a consumer gets in what it differs": Feature(1, 390),
+    "a copy that was compacted less mends a block": Feature(0, 60),
+    "a backup of a cluster streams while it waits for its cut": Feature(0, 60),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
     "damage that was mended and comes again is asked for at once": Feature(0, 7),
 }
