@@ -93,6 +93,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a backup of a cluster streams while it waits for its cut": Feature(0, 60),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
     "damage that was mended and comes again is asked for at once": Feature(0, 7),
+    "who reads from copies goes on at another one where one is damaged": Feature(0, 132),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

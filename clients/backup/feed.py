@@ -63,6 +63,10 @@ class Feed(RetriedStream):
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
+        self.is_last = True
+        """Whether no other copy is left to ask if its node cannot read its own."""
+        self.is_damaged = False
+        """Whether its node could not, so another one is asked."""
         self._chain = chain
         self._closed = legs
         self._versions_max = versions_max

@@ -35,6 +35,7 @@ from clients.backup.feed import Feed, FeedState
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (
+    Damaged,
     Ended,
     Moved,
     Opened,
@@ -91,7 +92,8 @@ class Intake:
         self.feeds: dict[int, Feed] = {}
         """By partition."""
         self.gone: list[Feed] = []
-        """Partitions that left this node. The caller moves them and empties the list."""
+        """Partitions that left this node, or that it cannot read. The caller moves them and empties
+        the list."""
         self.finished: list[Feed] = []
         """Partitions that are done. The caller empties the list."""
         self.wire_bytes = 0
@@ -225,9 +227,9 @@ class Intake:
         feed.state = FeedState.WAITING
         self._connection.later(feed, RETRY_NS, RETRY_NS)
 
-    def _give_up(self, feed: Feed) -> None:
-        """The node does not serve the partition."""
-        feed.state = FeedState.GONE
+    def _give_up(self, feed: Feed, *, is_damaged: bool = False) -> None:
+        """The node does not serve the partition, or cannot read its copy of it."""
+        feed.state, feed.is_damaged = FeedState.GONE, is_damaged
         del self.feeds[feed.vb_id]
         self.gone.append(feed)
 
@@ -247,6 +249,8 @@ class Intake:
                 self._give_up(feed)  # another copy may serve it
             case Postponed():
                 self._later(feed)
+            case Damaged() if not feed.is_last:
+                self._give_up(feed, is_damaged=True)
             case Ended():
                 self._on_end(feed, outcome)
             case _:
@@ -266,6 +270,8 @@ class Intake:
             self._give_up(feed)
         elif verdict is Verdict.LATER:
             self._later(feed)
+        elif verdict is Verdict.DAMAGED and not feed.is_last:
+            self._give_up(feed, is_damaged=True)
         elif verdict is Verdict.DAMAGED and feed.damages < DAMAGES_MAX:
             feed.damages += 1
             self._later(feed)

@@ -22,7 +22,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -284,8 +284,7 @@ class Backup:
                 self._end_streams()
         if intake.gone:
             if self._copies is not None:
-                gone = [feed.vb_id for feed in intake.gone]
-                self._copies.pass_over(gone, time.monotonic())
+                self._pass_over(self._copies, session.link.place, intake.gone)
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
@@ -293,6 +292,15 @@ class Backup:
             self._is_paused = True
             for other in self._sessions.values():
                 other.link.pause_reading()
+
+    def _pass_over(self, copies: Copies, place: Place, gone: Sequence[Feed]) -> None:
+        """A node does not serve these partitions, or cannot read them: other copies do."""
+        now_s = time.monotonic()
+        for feed in gone:
+            if feed.is_damaged:
+                copies.leave_out(feed.vb_id, place, now_s)
+            else:
+                copies.pass_over([feed.vb_id], now_s)
 
     # -- streaming -----------------------------------------------------------------------------
 
@@ -428,6 +436,10 @@ class Backup:
 
     def _stream_from(self, home: Home) -> None:
         """Stream partitions from their node."""
+        newest = self._cluster.newest
+        if self._copies is not None and newest is not None:
+            for feed in home.feeds:
+                feed.is_last = self._copies.is_last(newest, feed.vb_id)
         if home.link is None:
             session = self._sessions[home.place]
             session.intake.takes_replicas = self._is_one_node

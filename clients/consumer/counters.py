@@ -27,7 +27,7 @@ COUNTERS: Final = {
     "stream_ends": "Streams that ended before their requested end",
     "streams_failed": "Streams refused permanently; the partition is no longer streamed",
     "streams_retried": "Stream requests refused temporarily",
-    "streams_moved": "Partitions that left a node",
+    "streams_moved": "Partitions that left a node, or a copy that it cannot read",
     "stalls": "Streams requested again because they made no progress",
     "topology_changes": "New cluster configurations adopted",
     "saves": "Checkpoints saved",
@@ -49,6 +49,7 @@ _OF_NOTE: Final = {
     "stream_failed": "streams_failed",
     "retry": "streams_retried",
     "moved": "streams_moved",
+    "damaged": "streams_moved",
     "stall": "stalls",
 }
 

@@ -148,6 +148,24 @@ class Placement:
             self._copies.pass_over(here, asyncio.get_running_loop().time())
             self._choose()
 
+    def leave_out(self, place: Place, vb_id: int) -> None:
+        """A node cannot read what it has stored of a partition: other copies serve it."""
+        assert self._copies is not None, "else the stream stays, or fails"
+        self._copies.leave_out(vb_id, place, asyncio.get_running_loop().time())
+        if self.topology is not None:
+            self._choose()
+
+    def _taken(self, vb_ids: Iterable[int]) -> dict[int, Wanted]:
+        """Take partitions to stream them now, with what they need to know of their other copies."""
+        copies, newest = self._copies, self.cluster.newest
+        taken = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
+        if copies is None or newest is None:
+            return taken
+        return {
+            vb_id: wanted._replace(is_last=copies.is_last(newest, vb_id))
+            for vb_id, wanted in taken.items()
+        }
+
     def _choose(self) -> Topology:
         """Choose the copies to read from in the newest configuration, if masters are not read."""
         topology = self.cluster.newest
@@ -381,7 +399,7 @@ class Placement:
                 self._dials.start(place, vb_ids)
                 continue
             if place in self.sessions:
-                partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
+                partitions = self._taken(vb_ids)
                 self.sessions[place].add(partitions)
                 self._moves.placed(partitions, place)
                 continue
@@ -397,7 +415,7 @@ class Placement:
         """Stream partitions over a new connection."""
         place = link.place
         # They are taken only now, because the user may have paused some of them meanwhile.
-        partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
+        partitions = self._taken(vb_ids)
         if not partitions or place in self.sessions:
             link.close()
             self.homeless.update(partitions)

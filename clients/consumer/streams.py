@@ -53,6 +53,7 @@ from clients.position import (
 from clients.streaming.mutations import Mutations, decoded
 from clients.streaming.outcome import (
     Ahead,
+    Damaged,
     Ended,
     Moved,
     Opened,
@@ -75,6 +76,7 @@ RETRY_MAX_NS: Final = 5_000_000_000
 """Pause before a refused stream is requested again. It doubles from the first to the longest."""
 PASS_OVER_NS: Final = 100_000_000
 """After this pause, the second, a consumer that reads from replicas tries another copy."""
+ALL_DAMAGED: Final = "All of its copies answered so. See dcpctl scrub status on their nodes."
 MAP_AFTER_NS: Final = 800_000_000
 """From this pause on, the fifth, a newer cluster map is wanted with each refusal. A node that is
 cut off from its cluster refuses for as long as one asks it."""
@@ -111,12 +113,16 @@ class Wanted(NamedTuple):
     ceiling: int | None = None
     now_seqno: int | None = None
     compares: bool = False
+    is_last: bool = True
+    """Whether no other copy is left to ask if this one cannot read what it has stored."""
 
 
 class PartitionStream(RetriedStream):
     """One partition's stream: its state, its cursor and its request. `position` None: from now."""
 
-    __slots__ = ("ceiling", "compares", "has_position", "now_seqno", "state", "target")
+    __slots__ = (
+        "ceiling", "compares", "has_position", "is_last", "now_seqno", "state", "target",
+    )  # fmt: skip
 
     def __init__(self, vb_id: int, position: Position | None) -> None:
         super().__init__(vb_id)
@@ -129,6 +135,8 @@ class PartitionStream(RetriedStream):
         """The target before a rollback. The new target is not above it."""
         self.now_seqno: int | None = None
         """The seqno of "now" (`Wanted.now_seqno`)."""
+        self.is_last = True
+        """See `Wanted.is_last`."""
         self.place(position or Position())
         self.has_position = position is not None
 
@@ -307,18 +315,22 @@ _NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStrea
 
 
 class Homeless(NamedTuple):
-    """A partition that this node does not serve. `config` is the configuration it sent, or b""."""
+    """A partition that this node does not serve. `config` is the configuration it sent, or b"".
+    `is_damaged`: it cannot read its copy.
+    """
 
     vb_id: int
     wanted: Wanted
     config: bytes
+    is_damaged: bool = False
 
 
 class Note(NamedTuple):
     """An unusual event, which is logged, and counted in the metrics by kind."""
 
     kind: str
-    """rollback, versions_lost, stream_end_REASON, stream_failed, ahead, moved, retry, stall."""
+    """rollback, versions_lost, stream_end_REASON, stream_failed, ahead, moved, damaged, retry,
+    stall."""
     vb_id: int
     text: str
 
@@ -381,6 +393,7 @@ class StreamRequests:
         stream = PartitionStream(vb_id, wanted.position)
         stream.ceiling, stream.now_seqno = wanted.ceiling, wanted.now_seqno
         stream.compares = wanted.compares
+        stream.is_last = wanted.is_last
         self.by_vb[vb_id] = stream
         if self._is_begun:
             self._ask_for([stream])
@@ -574,6 +587,13 @@ class StreamRequests:
         text = f"no longer on {self.node or 'this node'}, at seqno {stream.seqno}"
         self.notes.append(Note("moved", stream.vb_id, text))
 
+    def _leave_damaged(self, stream: PartitionStream, why: str) -> None:
+        """The node cannot read its copy: another one goes on where the stream is."""
+        stream.state = PartitionStreamState.GONE
+        self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), b"", is_damaged=True))
+        text = f"{why}: asking another copy than {self.node or 'this one'}, at seqno {stream.seqno}"
+        self.notes.append(Note("damaged", stream.vb_id, text))
+
     # -- outcomes of streams ---------------------------------------------------------------------
 
     def on_outcome(self, stream: PartitionStream, outcome: StreamOutcome) -> None:
@@ -588,6 +608,10 @@ class StreamRequests:
                 self._give_up(stream, outcome.config)
             case Postponed():
                 self._postpone(stream, outcome.error)
+            case Damaged() if not stream.is_last:
+                self._leave_damaged(stream, outcome.error.what)
+            case Damaged() if self._extensions.from_replicas:
+                self._fail(stream, Status.EINTERNAL, str(outcome.error), ALL_DAMAGED)
             case Ahead() if stream.seqno:
                 self._on_ahead(stream, outcome.error)
             case Ended():
@@ -666,6 +690,8 @@ class StreamRequests:
             self.notes.append(Note(f"stream_end_{ended.reason}", stream.vb_id, text))
         if not will_resume:
             stream.state = PartitionStreamState.DONE
+        elif ended.verdict is Verdict.DAMAGED and not stream.is_last:
+            self._leave_damaged(stream, event.reason_text)
         elif ended.verdict is Verdict.MOVED:
             self._give_up(stream, b"")
         elif ended.verdict is Verdict.BRANCHED:

@@ -267,11 +267,14 @@ class Supervisor:
 
     def _take_homeless(self, session: ConsumerSession) -> None:
         homeless, session.core.streams.homeless = session.core.streams.homeless, []
-        for vb_id, wanted, config in homeless:
+        for vb_id, wanted, config, is_damaged in homeless:
             placement = self._placement
             if config or not (placement.reads_copies or placement.has_moved(vb_id, session)):
                 placement.adopt(config, session.link.address.host)
-            placement.pass_over(session.link.place, [vb_id])
+            if is_damaged:
+                placement.leave_out(session.link.place, vb_id)
+            else:
+                placement.pass_over(session.link.place, [vb_id])
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:

@@ -76,6 +76,9 @@ def fetch(
             topology = refresh_map(cluster, servers[0])
             if copies is not None:
                 check_copies(topology, str(servers[0]))
+                for stream in streams:
+                    stream.is_damaged = False
+                    stream.is_last = copies.is_last(topology, stream.vb_id)
                 topology = copies.chosen(topology)
             groups, left = _by_node(topology, streams)
             for node, group in groups.items():
@@ -88,12 +91,16 @@ def fetch(
                     began = time.monotonic()  # the time that Spark took does not count
                 left += reading.left
                 problem = problem or reading.problem
+                for stream in reading.left:
+                    if copies is not None and stream.is_damaged:
+                        copies.leave_out(stream.vb_id, node, time.monotonic())
         except TRANSIENT as error:
             left, problem = streams, error
         streams = left
         if streams:
             if copies is not None:
-                copies.pass_over([stream.vb_id for stream in streams], time.monotonic())
+                passed_over = [stream.vb_id for stream in streams if not stream.is_damaged]
+                copies.pass_over(passed_over, time.monotonic())
             if time.monotonic() - began > patience_s:
                 raise problem or _stuck(streams[0], patience_s)
             time.sleep(RETRY_S)

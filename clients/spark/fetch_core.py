@@ -43,6 +43,7 @@ from clients.streaming.change_runs import EXTRAS_BYTES, LOOPS
 from clients.streaming.cursor import agreed_seqno
 from clients.streaming.outcome import (
     Ahead,
+    Damaged,
     Ended,
     Moved,
     Opened,
@@ -94,8 +95,8 @@ class StreamState(Enum):
 class Stream(RetriedStream):
     """The stream that reads one step. Its cursor is at the last change that was returned."""
 
-    __slots__ = ("changes_opaque", "end_seqno", "problem", "rollback_to", "start_seqno", "state",
-                 "step")  # fmt: skip
+    __slots__ = ("changes_opaque", "end_seqno", "is_damaged", "is_last", "problem", "rollback_to",
+                 "start_seqno", "state", "step")  # fmt: skip
 
     def __init__(self, step: PlanStep) -> None:
         super().__init__(step.vb_id)
@@ -112,6 +113,10 @@ class Stream(RetriedStream):
         are decoded after its other messages."""
         self.problem: DcpdError | None = None
         """Why it last stopped. The error says it if the stream does not continue."""
+        self.is_last = True
+        """Whether no other copy is left to ask if its node cannot read its own."""
+        self.is_damaged = False
+        """Whether its node could not, so another one is asked."""
 
     @property
     def is_exact(self) -> bool:
@@ -171,7 +176,8 @@ class FetchCore:
         self.failure: DcpdError | None = None
         """Why the connection is over. The caller raises it after returning earlier changes."""
         self.moved: list[Stream] = []
-        """Streams of partitions that left this node. The caller moves them to other nodes."""
+        """Streams of partitions that left this node, or that it cannot read. The caller moves them
+        to other nodes."""
         self._streams = list(streams)
         for stream in self._streams:
             stream.state = StreamState.WAITING
@@ -333,9 +339,10 @@ class FetchCore:
             case RollbackAsked():
                 self._gone_back(stream, outcome.versions)
             case Moved():
-                self._streams.remove(stream)
-                self.moved.append(stream)
-                stream.problem = TopologyError("the partition is on another node", node=self.node)
+                problem = TopologyError("the partition is on another node", node=self.node)
+                self._leave(stream, problem)
+            case Damaged() if not stream.is_last:
+                self._leave(stream, outcome.error, is_damaged=True)
             case Postponed() | Ahead():  # ERANGE: the node is behind
                 self._wait(stream, outcome.error)
             case Ended() if outcome.verdict in _IS_OVER:
@@ -346,9 +353,18 @@ class FetchCore:
                 # The last changes are in this read. They are counted before the next request.
                 told = reason_name(outcome.reason)
                 what = f"its stream ended with reason {outcome.reason} ({told})"
-                self._wait(stream, DcpdError(what, node=self.node))
+                if outcome.verdict is Verdict.DAMAGED and not stream.is_last:
+                    self._leave(stream, DcpdError(what, node=self.node), is_damaged=True)
+                else:
+                    self._wait(stream, DcpdError(what, node=self.node))
             case _:
                 raise outcome.error
+
+    def _leave(self, stream: Stream, problem: DcpdError, *, is_damaged: bool = False) -> None:
+        """Another node has to serve a stream. Its changes of this read are still counted."""
+        self._streams.remove(stream)
+        self.moved.append(stream)
+        stream.problem, stream.is_damaged = problem, is_damaged
 
     def _wait(self, stream: Stream, problem: DcpdError) -> None:
         """Let a stream wait until the shell calls `retry`. The shell makes the pauses."""

@@ -1,7 +1,7 @@
 """What answers to stream requests and ends of streams mean: verdicts, and events with them. Pure.
 
-Opened | RollbackAsked | Moved | Postponed | Ahead | Refused      answer to a stream request
-Ended                                                             end of an open stream
+Opened | RollbackAsked | Moved | Postponed | Ahead | Damaged | Refused    answer to a stream request
+Ended                                                                     end of an open stream
 
 There is one table for statuses and one for end reasons. What is not in its table is REFUSED.
 `clients.streaming.stream_connection` reports the events.
@@ -55,6 +55,12 @@ class Ahead(NamedTuple):
     error: StatusError
 
 
+class Damaged(NamedTuple):
+    """The server cannot read what it has stored of the partition (EINTERNAL). Another copy may."""
+
+    error: StatusError
+
+
 class Refused(NamedTuple):
     """The server refused the request for good."""
 
@@ -68,7 +74,7 @@ class Ended(NamedTuple):
     verdict: Verdict
 
 
-StreamOutcome = Opened | RollbackAsked | Moved | Postponed | Ahead | Refused | Ended
+StreamOutcome = Opened | RollbackAsked | Moved | Postponed | Ahead | Damaged | Refused | Ended
 
 
 class Verdict(Enum):
@@ -100,6 +106,7 @@ STATUS_VERDICTS: Final[Mapping[int, Verdict]] = MappingProxyType(
         Status.ROLLBACK: Verdict.BRANCHED,
         Status.NOT_MY_VBUCKET: Verdict.MOVED,
         Status.ERANGE: Verdict.AHEAD,
+        Status.EINTERNAL: Verdict.DAMAGED,
         **dict.fromkeys(TEMPORARY_STATUSES, Verdict.LATER),
     }
 )

@@ -37,6 +37,7 @@ from clients.position import Position
 from clients.streaming.cursor import Cursor
 from clients.streaming.outcome import (
     Ahead,
+    Damaged,
     Ended,
     Moved,
     Opened,
@@ -367,7 +368,7 @@ class StreamConnection(Generic[S]):
 
     def _refusal(
         self, stream: S, asked: StreamRequest, frame: Frame, verdict: Verdict
-    ) -> Postponed | Ahead | Refused:
+    ) -> Postponed | Ahead | Damaged | Refused:
         if verdict is Verdict.BRANCHED:
             return Refused(
                 RollbackRequiredError(
@@ -382,8 +383,8 @@ class StreamConnection(Generic[S]):
             f" {asked.snap_end_seqno})",
             body=frame.value, vb_id=stream.vb_id, node=self.node,
         )  # fmt: skip
-        kinds: dict[Verdict, type[Postponed | Ahead]] = {
-            Verdict.LATER: Postponed, Verdict.AHEAD: Ahead,
+        kinds: dict[Verdict, type[Postponed | Ahead | Damaged]] = {
+            Verdict.LATER: Postponed, Verdict.AHEAD: Ahead, Verdict.DAMAGED: Damaged,
         }  # fmt: skip
         return kinds.get(verdict, Refused)(error)
 

@@ -12,7 +12,12 @@ from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.legs import Placed
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
-from clients.errors import RollbackRequiredError, StreamViolationError, TemporaryError
+from clients.errors import (
+    RollbackRequiredError,
+    ServerError,
+    StreamViolationError,
+    TemporaryError,
+)
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.message import (
     FAILOVER_ENTRY,
@@ -301,6 +306,34 @@ def test_a_damaged_store_is_asked_again_and_then_told_of():
     server.reply(3)
     with pytest.raises(BackupError, match="backfill_failed"):
         server.send(server.end(3, EndReason.BACKFILL_FAILED))
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_copy_that_cannot_be_read_is_left_for_another(is_refused):
+    """The last one is asked again, or its refusal is the run's."""
+    server = Server({3: 5}, from_replicas=True)
+    feed = server.feeds[3]
+    feed.is_last = False
+    if is_refused:
+        server.reply(3, Status.EINTERNAL)
+    else:
+        server.reply(3)
+        server.send(server.marker(3, 0, 5) + server.mutations(3, 1, 2))
+        server.send(server.end(3, EndReason.BACKFILL_FAILED))
+    assert (server.intake.gone, feed.is_damaged, feed.damages) == ([feed], True, 0)
+    assert feed.seqno == (0 if is_refused else 2)
+    server.intake.gone.clear()
+    feed.is_last = True
+    server.intake.add(feed)
+    server.intake.ask()
+    server.answer(server.intake.take_output())
+    if is_refused:
+        with pytest.raises(ServerError):
+            server.reply(3, Status.EINTERNAL)
+    else:
+        server.reply(3)
+        server.send(server.end(3, EndReason.BACKFILL_FAILED))
+        assert (server.intake.gone, feed.state) == ([], FeedState.WAITING)
 
 
 def test_servers_that_break_the_rules():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import RETRY_FIRST_NS, Wanted, advance
+from clients.consumer.streams import ALL_DAMAGED, RETRY_FIRST_NS, Homeless, Wanted, advance
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -338,9 +338,38 @@ def test_position_in_same_or_unknown_collections_goes_on(collections):
 def test_partition_that_is_elsewhere_is_handed_back():
     session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
     session.reply(session.stream_request(), Status.NOT_MY_VBUCKET, value=b"{}")
-    ((vb_id, wanted, config),) = session.core.streams.homeless
-    assert (vb_id, wanted.position.seqno, config) == (17, 9, b"{}")
+    ((vb_id, wanted, config, is_damaged),) = session.core.streams.homeless
+    assert (vb_id, wanted.position.seqno, config, is_damaged) == (17, 9, b"{}", False)
     assert session.core.positions() == {}
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_copy_that_cannot_be_read_is_left(is_refused, is_last):
+    """Another one goes on where the stream was. The last one is asked again, if it has not refused
+    the stream for good.
+    """
+    at_2 = Wanted(Position(((77, 0),), 2, 0, 5), is_last=is_last)
+    session = Session({17: at_2}, from_replicas=True)
+    if is_refused:
+        events = session.reply(session.stream_request(), Status.EINTERNAL)
+    else:
+        session.accept()
+        session.feed(session.marker(0, 5) + session.mutation(3))
+        events = session.feed(pack_stream_end(17, session.opaque, 5))
+        assert events == [StreamEnded(17, 5, will_resume=True)]
+    streams = session.core.streams
+    if is_last:
+        assert streams.homeless == []
+        assert [getattr(event, "hint", "") for event in events] == [ALL_DAMAGED * is_refused]
+        assert streams.is_finished is is_refused
+        return
+    ((vb_id, wanted, config, is_damaged),) = streams.homeless
+    assert (vb_id, config, is_damaged) == (17, b"", True)
+    position = wanted.position
+    assert (position.seqno, position.snap_start, position.snap_end) == (3 - is_refused, 0, 5)
+    assert [note.kind for note in streams.notes][-1] == "damaged"
+    assert wanted.is_last, "who places it next says so"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +480,7 @@ def test_one_question_serves_all_but_who_left_meanwhile():
 def test_partition_without_a_high_seqno_is_elsewhere():
     session = Session({17: Wanted(None)})
     session.reply(session.open_requests[-1], value=high_seqnos(v3=6))
-    assert session.core.streams.homeless == [(17, Wanted(None), b"")]
+    assert session.core.streams.homeless == [Homeless(17, Wanted(None), b"")]
 
 
 # -- refusals of bad peers -------------------------------------------------------------------------

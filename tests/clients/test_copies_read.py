@@ -47,6 +47,25 @@ def test_a_partition_passes_all_copies_and_the_master_last() -> None:
         assert copies.chosen(ALL).vbucket_map[vb_id] == seen[0], "and begins again"
 
 
+def test_damaged_copies_are_left_out_until_one_is_left() -> None:
+    copies = Copies()
+    for vb_id in range(len(MASTERS)):
+        copies.pass_over([vb_id] * (vb_id // 4), 0.0)
+        seen = []
+        for left in (4, 3, 2, 1):
+            assert copies.is_last(ALL, vb_id) == (left == 1)
+            seen.append(copies.chosen(ALL).vbucket_map[vb_id])
+            copies.leave_out(vb_id, NODES[seen[-1]].place, 0.0)
+        assert sorted(seen) == [0, 1, 2, 3]
+        assert vb_id >= 4 or seen[-1] == MASTERS[vb_id], "the master comes last"
+        assert copies.is_last(ALL, vb_id)
+        assert copies.chosen(ALL).vbucket_map[vb_id] in seen, "some copy is asked again"
+    assert copies.return_when_due(RETURN_S)
+    assert copies.chosen(ALL) == Copies().chosen(ALL)
+    assert not any(copies.is_last(ALL, vb_id) for vb_id in range(len(MASTERS)))
+    assert Copies().is_last(topology(()), 0), "a master alone"
+
+
 def test_after_a_while_all_begin_with_their_first_copy() -> None:
     copies, first = Copies(), Copies().chosen(ALL)
     drawn = random.Random(1)

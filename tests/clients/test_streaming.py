@@ -23,6 +23,7 @@ from clients.position import Position
 from clients.streaming.cursor import agreed_seqno, next_round
 from clients.streaming.outcome import (
     Ahead,
+    Damaged,
     Ended,
     Moved,
     Opened,
@@ -168,6 +169,9 @@ def test_answers_to_a_stream_request():
     assert isinstance(ahead.error, RangeError)
     assert "from seqno 5 (snapshot 5 to 5)" in str(ahead.error)
     assert (ahead.error.vb_id, ahead.error.node) == (VB, "node")
+    damaged = owner.answered(Status.EINTERNAL)
+    assert isinstance(damaged, Damaged)
+    assert damaged.error.status == Status.EINTERNAL
     for status, value in [(Status.EACCESS, b""), (0x7777, b""), (Status.ROLLBACK, b"short")]:
         refused = owner.answered(status, value)
         assert isinstance(refused, Refused)

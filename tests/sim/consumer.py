@@ -39,6 +39,7 @@ from clients.mirror.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError
+from dcp.wire.status import Status
 from sim.dialing import Dial
 from sim.facts import AfterCut, Begun, CutHeld, Facts, Map, RolledBack, Streamed
 from sim.ledger import Log
@@ -84,8 +85,11 @@ class ConsumerLink:
         if self.core is None:
             self._wanted[vb_id] = position
         else:
-            self.core.add(vb_id, Wanted(position))
+            self.core.add(vb_id, self._wanting(vb_id, position))
             self._flush()
+
+    def _wanting(self, vb_id: int, position: Position) -> Wanted:
+        return Wanted(position, is_last=self._consumer.routing.is_last(vb_id, self.node))
 
     def follows(self) -> set[int]:
         """Return the partitions that this connection looks after."""
@@ -126,7 +130,7 @@ class ConsumerLink:
             node=self.node,
         )
         for vb_id, position in self._wanted.items():
-            core.add(vb_id, Wanted(position))
+            core.add(vb_id, self._wanting(vb_id, position))
         side.write(core.begin(self._now_ns))
         consumer.host.after(SILENCE_NS, self._watch, side)
 
@@ -200,8 +204,15 @@ class ConsumerLink:
             self.close()
             return
         for homeless in core.streams.homeless:
-            self._consumer.routing.refused(homeless.vb_id, self.node, 7, homeless.config)
+            if homeless.is_damaged:
+                self._consumer.facts.left_copies += 1
+                self._consumer.routing.left_out(homeless.vb_id, self.node)
+            else:
+                self._consumer.routing.refused(homeless.vb_id, self.node, 7, homeless.config)
         core.streams.homeless.clear()
+        if self._consumer.asks_anew():
+            self.close()
+            return
         self._flush()
 
     def on_closed(self, _why: str) -> None:
@@ -249,6 +260,7 @@ class SimConsumer:
         self._queue: list[tuple[ConsumerLink, Batch, str]] = []
         """What came, and the connection on which it came."""
         self._meeting = CutMeeting[ConsumerLink]()
+        self._restarts = False
 
     def begin(self) -> None:
         """Start, at first or after a crash, from what was saved."""
@@ -300,6 +312,13 @@ class SimConsumer:
                 link = self.links[node] = ConsumerLink(self, node)
             link.follow(vb_id, self._received_position(vb_id))
         self.host.after(LOOK_NS, self._look)
+
+    def asks_anew(self) -> bool:
+        """Whether all copies of a partition are damaged: its user asks again, until one is mended.
+        Return it once.
+        """
+        restarts, self._restarts = self._restarts, False
+        return restarts
 
     def _received_position(self, vb_id: int) -> Position:
         """Return the position of a partition after all that came, processed or not."""
@@ -383,6 +402,8 @@ class SimConsumer:
                 now_ns = self.network.world.now_ns
                 seqnos = event.from_seqno, event.to_seqno, snapshot_end()
                 self.facts.receives(RolledBack(now_ns, self.name, vb_id, *seqnos))
+            case StreamFailed() if event.status == Status.EINTERNAL and self.plan.scrub_ns:
+                self._restarts = True
             case StreamFailed():
                 self.facts.problems.append(f"{self.name}: vb {vb_id}: {event}")
 

@@ -472,6 +472,8 @@ class Facts:
         """Pages of stores that were damaged while processes ran."""
         self.met_damage = 0
         """How often a request, a stream or replication met them."""
+        self.left_copies = 0
+        """How often a consumer that reads from copies left one that met them."""
         self.cuts: list[CutHeld] = []
         self.after_cuts: list[AfterCut] = []
         self.works_ns = 0

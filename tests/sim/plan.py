@@ -283,10 +283,9 @@ def mixed(plan: Plan, draw: random.Random) -> Plan:
 
 def damaged(plan: Plan, draw: random.Random) -> Plan:
     """Return the plan with stores whose pages are damaged while processes run. Three seeds in four
-    stay as they are, and those whose consumers read from copies: such a stream ends where its copy
-    is damaged. `draw` is a source of its own.
+    stay as they are. `draw` is a source of its own.
     """
-    if draw.random() >= 0.25 or plan.from_replicas:
+    if draw.random() >= 0.25:
         return plan
     faults = [name for name in plan.faults if draw.random() < 0.5]
     return plan._replace(

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from sim.checkers.histories import PURGE, explains
 from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
 from sim.moments import STORE, Moment, short
-from sim.twin_pages import ALONE, FROM_COPY, PUT_RIGHT
+from sim.twin_pages import ALONE, FROM_COPY, NAMED, PUT_RIGHT
 
 ELECTIONS: Final = frozenset({"election", "election of the same master", "unclean election"})
 _COUNTED: Final = {
@@ -72,11 +72,18 @@ OF_CLUSTERS: Final = (
     *OF_DAMAGE,
 )
 """All counts of clusters."""
-ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[7:])
+LEFT_COPIES: Final = "damaged copies that consumers left"
+"""Few plans have damages and consumers that read from copies."""
+ALL: Final = (*OF_CLUSTERS, *OF_VIEWS[7:], LEFT_COPIES)
 WANTED: Final = frozenset(OF_CLUSTERS)
 """What seeds of clusters have to reach."""
 _READS: Final = frozenset({Kind.GET})
-_ENDS: Final = {ALONE: OF_DAMAGE[2], FROM_COPY: OF_DAMAGE[3], PUT_RIGHT: OF_DAMAGE[4]}
+_ENDS: Final = {
+    ALONE: OF_DAMAGE[2],
+    FROM_COPY: OF_DAMAGE[3],
+    PUT_RIGHT: OF_DAMAGE[4],
+    NAMED: OF_DAMAGE[4],
+}
 
 
 class Told(Protocol):
@@ -112,6 +119,7 @@ def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> 
     found += _views(facts)
     found["pages damaged"] = len(facts.damaged)
     found["reads of damaged pages"] = facts.met_damage
+    found[LEFT_COPIES] = facts.left_copies
     found.update(_ENDS[each.ended] for each in facts.damaged if each.ended in _ENDS)
     return {name: found[name] for name in ALL if found[name]}
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
+from clients.errors import TopologyError
+from clients.link.copies import Copies
+from clients.link.topology import Topology, parse_topology
 from failover.coordinator.meta_restore import NodeTestimony
 from failover.coordinator.records import (
     ClusterKeys,
@@ -37,11 +41,11 @@ from sim.operator import Operator
 from sim.plan import MOVE_NODES
 from sim.record_watch import RecordWatch
 from sim.restorer import Nodes, Restorer
-from sim.routed_caller import RoutedCaller
-from sim.routing import Routing
+from sim.routed_caller import KV_PORT, RoutedCaller
+from sim.routing import OfMasters, Routing
 from sim.store_client import StoreClient
 from sim.unserved import why_unserved
-from sim.world import Host, World
+from sim.world import SECOND, Host, World
 from support.metastore_faults import Absence
 from vbucket.log.device import LogWriteError, SyncFailedError, UnknownFormatError
 from vbucket.log.record import LogDamagedError
@@ -73,9 +77,11 @@ def _member_put(member: str, name: str) -> Put:
 
 MASTER_ONE_OF = 8
 """How often a consumer that reads from copies looks at the master first."""
+RETURN_S = 0.5
+"""When it asks copies again that were damaged: a run is short."""
 
 
-class MapRouting:
+class MapRouting(OfMasters):
     """Knows the newest map that any node has told; without one, it tries nodes in turn."""
 
     def __init__(self, world: World, nodes: list[str]) -> None:
@@ -119,15 +125,53 @@ class MapRouting:
 
 
 class CopyRouting(MapRouting):
-    """Sends most partitions to nodes that are not their masters."""
+    """Sends most partitions to nodes that are not their masters. Where one cannot read its copy,
+    the clients' rule says which comes next, and which is the last one (`clients.link.copies`).
+    """
+
+    def __init__(self, world: World, nodes: list[str]) -> None:
+        super().__init__(world, nodes)
+        self._copies = Copies(return_after_s=RETURN_S)
+        self._newest: Topology | None = None
+        self._damaged: set[tuple[int, str]] = set()
+
+    def refused(self, vb_id: int, node: str, status: int, body: bytes) -> None:
+        """See Routing."""
+        super().refused(vb_id, node, status, body)
+        with suppress(TopologyError):
+            newest = parse_topology(body, node)
+            if newest.is_newer_than(self._newest):
+                self._newest = newest
 
     def node_of(self, vb_id: int) -> str | None:
         """See Routing."""
+        if self._copies.return_when_due(self._world.now_ns / SECOND):
+            self._damaged.clear()
         master = super().node_of(vb_id)
         others = [name for name in self._nodes if name != master]
-        if not others or not self._world.below(MASTER_ONE_OF):
-            return master
-        return others[self._world.below(len(others))]
+        node = master
+        if others and self._world.below(MASTER_ONE_OF):
+            node = others[self._world.below(len(others))]
+        if node is None or (vb_id, node) not in self._damaged:
+            return node
+        if self._newest is None:
+            return next(iter(self._sound(vb_id)), node)
+        place = self._copies.chosen(self._newest).place_of(vb_id)
+        return node if place is None else place[0]
+
+    def _sound(self, vb_id: int) -> list[str]:
+        return [name for name in self._nodes if (vb_id, name) not in self._damaged]
+
+    def left_out(self, vb_id: int, node: str) -> None:
+        """See Routing."""
+        self._damaged.add((vb_id, node))
+        self._copies.leave_out(vb_id, (node, KV_PORT), self._world.now_ns / SECOND)
+
+    def is_last(self, vb_id: int, node: str) -> bool:
+        """See Routing."""
+        if self._newest is None:
+            return len(self._sound(vb_id)) <= 1
+        return self._copies.is_last(self._newest, vb_id)
 
 
 class ReplicatedNodes:

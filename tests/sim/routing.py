@@ -20,8 +20,25 @@ class Routing(Protocol):
     def lost(self, node: str) -> None:
         """The connection to a node is gone, or could not be made."""
 
+    def left_out(self, vb_id: int, node: str) -> None:
+        """A node cannot read its copy of a partition."""
 
-class OneNode:
+    def is_last(self, vb_id: int, node: str) -> bool:
+        """Whether all copies of a partition but that of a node have said so."""
+
+
+class OfMasters:
+    """Clients that read from masters only."""
+
+    def left_out(self, vb_id: int, node: str) -> None:
+        """See Routing: they stay with the master."""
+
+    def is_last(self, vb_id: int, node: str) -> bool:
+        """See Routing."""
+        return True
+
+
+class OneNode(OfMasters):
     """All partitions are on one node."""
 
     def __init__(self, node: str) -> None:

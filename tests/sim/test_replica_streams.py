@@ -13,12 +13,15 @@ import pytest
 from dcp.session.streams import DcpCommands
 from dcp.stream.hub import StreamHub
 from dcp.stream.stream_limits import StreamLimits
+from sim.reached import LEFT_COPIES
 from sim.run import Options, replay_command, run_seed
 from vbucket.engine.partition import VbState
 
 SEEDS = 16
 OPTIONS = Options(nodes=3, changes=(("from_replicas", "1"), ("scrub_ns", "0")))
 SLOW_SEED, SLOW_BYTES_PER_S = 1, 300
+DAMAGED_SEED = 29
+"""Consumers meet damage, and leave four copies."""
 OFTEN_PURGED = (("compact_share", "1.0"), ("memtable_bytes", "2048"), ("pump_bytes", "1"))
 
 
@@ -50,3 +53,10 @@ def test_no_purge_passes_a_slow_reader_of_a_copy(
     options = OPTIONS._replace(changes=(*OPTIONS.changes, *OFTEN_PURGED))
     found = [each for each in run_seed(SLOW_SEED, options).violations if "a purge has" in each]
     assert bool(found) is not waits, replay_command(SLOW_SEED, options)
+
+
+def test_consumers_leave_copies_that_are_damaged() -> None:
+    options = Options(nodes=3, changes=(("from_replicas", "1"),))
+    report = run_seed(DAMAGED_SEED, options)
+    assert report.violations == [], replay_command(DAMAGED_SEED, options)
+    assert report.reached[LEFT_COPIES] > 0

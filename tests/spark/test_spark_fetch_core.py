@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.errors import ConnectError, DcpdError, TemporaryError
+from clients.errors import ConnectError, DcpdError, ServerError, TemporaryError
 from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError, StreamState
 from clients.spark.plan import PlanStep
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
@@ -64,6 +64,26 @@ def test_broken_stream_goes_on_behind_its_last_change():
     (frame,) = FrameDecoder().feed(peer.core.take_output())
     assert frame.extras[8:16] == U64.pack(3)
     assert "STATE_CHANGED" in str(peer.stream.problem)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_copy_that_cannot_be_read_is_left(is_refused):
+    """What came before counts. The last copy is asked again, or its refusal is the task's."""
+    for is_last in (False, True):
+        peer = Peer()
+        peer.stream.is_last = is_last
+        if is_refused:
+            peer.reply(Status.EINTERNAL)
+        else:
+            peer.reply(Status.OK, (V2, 2), (V1, 0))
+            arrived = peer.core.receive(peer.change(3, b"3") + peer.end(EndReason.BACKFILL_FAILED))
+            assert arrived.changes is not None
+            assert peer.stream.seqno == 3
+        assert peer.stream.is_damaged is not is_last
+        assert peer.core.moved == ([] if is_last else [peer.stream])
+        assert peer.core.is_waiting is (is_last and not is_refused)
+        assert isinstance(peer.core.failure, ServerError) is (is_last and is_refused)
+        assert peer.core.unfinished() == [peer.stream]
 
 
 def test_a_batch_never_has_two_rollback_rows_of_a_partition():
