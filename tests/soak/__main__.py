@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     proxying = commands.add_parser("proxy", help="consumers behind a bad network")
     proxying.add_argument("--events", type=int, default=100_000_000)
     proxying.add_argument("--writes", type=int, default=250_000, help="at once, in each round")
-    proxying.add_argument("--round-events", type=int, default=5_000_000, help="in each round")
+    proxying.add_argument("--round-events", type=int, default=2_000_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     mending = commands.add_parser("mend", help="damages of one copy of a cluster, under load")

@@ -86,18 +86,20 @@ class BadNetwork:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
+        await asyncio.sleep(0)  # transports that were aborted close in the loop's next turn
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A plain function: asyncio would log the cancellation of a coroutine.
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Here, because a task that is cancelled at once runs nothing of its own.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
         except OSError:
-            writer.transport.abort()
             return
         left = int(self._random.expovariate(1 / self._cut_every_bytes))
         pumps = [
@@ -110,7 +112,6 @@ class BadNetwork:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            writer.transport.abort()
             inner_writer.transport.abort()
 
     async def _pump(
@@ -160,11 +161,12 @@ class Gaps:
 
 def behind(network: BadNetwork, **options: object) -> Consumer:
     """Return a consumer that reaches the server only through the network."""
+    given = {"vbuckets": range(PARTITIONS), "buffer_bytes": 512 * 1024, **options}
     consumer = Consumer(
-        f"127.0.0.1:{network.port}", validate=True, noop_interval_s=1.0, stall_s=STALL_S,
-        buffer_bytes=512 * 1024, **options,
+        f"127.0.0.1:{network.port}", validate=True, noop_interval_s=1.0, stall_s=STALL_S, **given
     )  # fmt: skip
-    # The server's configuration names its own port, so ignore it.
+    # The server's configuration names its own port, so ignore it, and with it the number of its
+    # partitions.
     consumer._placement.adopt = lambda *_config, **_named: setattr(  # type: ignore[method-assign]
         consumer._placement.cluster, "topology", None
     )
@@ -246,7 +248,8 @@ async def _round(
             await asyncio.gather(*tasks, return_exceptions=True)
     return RoundReport(
         consumer.metrics.changes + readers.events, consumer.metrics.rollbacks + readers.rollbacks,
-        network.cuts + other_network.cuts, consumer.metrics.connections, readers.passes,
+        network.cuts + other_network.cuts, consumer.metrics.connections + readers.connections,
+        readers.passes,
     )  # fmt: skip
 
 

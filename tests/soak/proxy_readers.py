@@ -60,6 +60,7 @@ class Readers:
         """Changes that were validated."""
         self.passes = 0
         self.rollbacks = 0
+        self.connections = 0
         self._open_with = open_with
         self._draw = draw
         self._is_over = False
@@ -102,6 +103,7 @@ class Readers:
         assert consumer.validator.event_count == consumer.metrics.events
         self.events += consumer.metrics.changes
         self.rollbacks += consumer.metrics.rollbacks
+        self.connections += consumer.metrics.connections
         return consumer, not stop_after or batches < stop_after
 
     async def _opened(self, options: Options) -> Consumer:
