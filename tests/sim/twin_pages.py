@@ -31,9 +31,10 @@ from sim.twin_mender import head_of
 from support.forgetful_disk import ForgetfulEnv, Power
 from vbucket.check.scrub import AREAS, Piece, ScrubPlace
 from vbucket.check.scrub_pieces import ScrubPieces
+from vbucket.model.flipped_bit import unflipped
 from vbucket.store.environment import StoreDamagedError, WriteLostError, partition_of, place_of
 from vbucket.store.lmdb.lmdb_pages import LEAF
-from vbucket.store.lmdb.page_mend import BadPage, ValuePlace, unflipped
+from vbucket.store.lmdb.page_mend import BadPage, ValuePlace
 from vbucket.store.lmdb.page_scan import Leaf
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
