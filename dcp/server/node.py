@@ -414,7 +414,7 @@ class Node:
             self.access.audit, log, settings.scrub_period_s,
         )  # fmt: skip
         scrubbing.put_back(storage.env.mend())
-        scrubbing.take_files(storage.wrong_files)
+        scrubbing.take_files(storage.mended)
         loading = Loading(
             engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
             self.meter, log, release=self.connections.loaded,

@@ -20,6 +20,7 @@ from dcp.server.cluster.receipt_files import (
     keep_election,
     receipts_in,
 )
+from dcp.server.files.kept_twice import twin_of
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
 from failover.coordinator.records import (
@@ -265,8 +266,13 @@ def test_a_receipt_with_the_longest_failover_log_is_read(tmp_path: Path) -> None
 def test_a_receipt_that_cannot_be_read_is_listed_with_the_reason(
     tmp_path: Path, damage: bytes
 ) -> None:
-    keep_cut_off(tmp_path, CUT).write_bytes(damage)
-    keep_election(tmp_path, LOSS, 1000.5).write_bytes(damage)
+    paths = keep_cut_off(tmp_path, CUT), keep_election(tmp_path, LOSS, 1000.5)
+    for path in paths:
+        path.write_bytes(damage)
+    found = receipts_in(tmp_path, "n1").receipts
+    assert [report.problem for report in found] == ["", ""], "their twins are read"
+    for path in paths:
+        twin_of(path).write_bytes(damage)
     found = receipts_in(tmp_path, "n1").receipts
     assert sorted(report.kind for report in found) == ["cut_off", "unclean_election"]
     assert all(report.problem for report in found)

@@ -92,6 +92,7 @@ def flip_in_last_record(folder: Path) -> None:
     path, groups = newest_with_groups(folder)
     data = bytearray(path.read_bytes())
     data[groups[-1].end - 3] ^= 0x10
+    data[groups[-1].end - 9] ^= 0x10  # the checksum names one bit, not two
     path.write_bytes(data)
 
 

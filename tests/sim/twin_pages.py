@@ -34,10 +34,11 @@ from vbucket.check.mend import put_versions
 from vbucket.check.scrub import AREAS, Piece, ScrubPlace
 from vbucket.check.scrub_pieces import ScrubPieces
 from vbucket.model.entry import seqno_of
+from vbucket.model.flipped_bit import unflipped
 from vbucket.store.block import Block
 from vbucket.store.environment import StoreDamagedError, WriteLostError, partition_of, place_of
 from vbucket.store.lmdb.lmdb_pages import LEAF
-from vbucket.store.lmdb.page_mend import BadPage, PageMender, ValuePlace, unflipped
+from vbucket.store.lmdb.page_mend import BadPage, PageMender, ValuePlace
 from vbucket.store.lmdb.page_scan import Leaf
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 

@@ -452,7 +452,7 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
         "a group is answered without a sync", FileLogDevice, "sync", answering(), nodes=1
     ),
     "checksum-unread": one(
-        "a record's checksum is not looked at", record, "_record_at", _record_unchecked, nodes=1
+        "a record's checksum is not looked at", record, "record_at", _record_unchecked, nodes=1
     ),
     "seal-unsynced": one(
         "the end of a sealed segment is not synced",

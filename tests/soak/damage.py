@@ -36,6 +36,8 @@ from vbucket.store.records import TABLES as TABLES_OF_STORE
 
 PARTITIONS: Final = 64
 KEYS: Final = 3_000
+BATCH: Final = 250
+"""Keys that are written at the same time at the beginning."""
 ERROR_S: Final = 2.0
 """Errors of a client may take so long."""
 NAMED_S: Final = 12.0
@@ -45,6 +47,9 @@ FAULTS: Final = ("bit", "bits", "zeros", "sector", "misdirected", "stale")
 RESULTS: Final = ("repaired", "named", "no effect", "wrong", "error > 2 s", "not in 60 s")
 TABLES: Final = {"by_key": "keys", "by_seqno": "versions", "state": "state",
                  "failover": "failover", "meta": "meta"}  # fmt: skip
+STOPPED: Final = "stopped, "
+"""Places that were damaged while the process was down."""
+STOPPED_SHARE: Final = 0.2
 RESTARTED: Final = "restarted, "
 """Places in files that are read at a start only."""
 STARTS: Final = 5
@@ -111,6 +116,14 @@ class Load(mend.Load):
         await super().write(key)
         self.longest_s = max(self.longest_s, time.monotonic() - began_s)
 
+    async def write_all(self) -> None:
+        """Write the next version of all keys, each until it is answered."""
+        for first in range(0, KEYS, BATCH):
+            keys = list(range(first, first + BATCH))
+            while keys:
+                await asyncio.gather(*(self.write(key) for key in keys))
+                keys = [key for key in keys if key in self.unsure]
+
     async def read(self, key: int) -> bool:
         """Read a key until it is answered, and compare."""
         began_s = time.monotonic()
@@ -130,9 +143,9 @@ class Damager:
         self._draw = random.Random(seed)
         self._older = (self._store / "data.mdb").read_bytes()
 
-    def hit(self) -> Hit:
-        """Damage something."""
-        while True:
+    def hit(self) -> Hit | None:
+        """Damage something; None: this fault changes nothing there."""
+        for _ in range(100):
             kind = self._draw.choice(
                 ("page", "page", "page", "page", "page", "log", "sums", "file")
             )
@@ -141,6 +154,7 @@ class Damager:
             ]()
             if hit is not None:
                 return hit
+        return None
 
     def _page(self) -> Hit | None:
         path = self._store / "data.mdb"
@@ -240,6 +254,9 @@ class Soak:
         self._load = load
         self._node = cluster.nodes["n2"]
         self._damager = Damager(self._node.data, seed)
+        self._draw = random.Random(seed + 1)
+        self._mended = 0
+        """As the node counted before it was stopped last."""
         self.results: Counter[tuple[str, str, str]] = Counter()
         self.mistakes: list[str] = []
         self.compared = 0
@@ -250,7 +267,18 @@ class Soak:
         """Make one damage, and take note of what becomes of it."""
         load, wrong = self._load, self._load.wrong
         load.longest_s = 0.0
+        is_stopped = self._draw.random() < STOPPED_SHARE
+        if is_stopped:
+            self._mended = (await self._ask("GET"))["mended"]
+            await asyncio.to_thread(
+                self._node.kill if self._draw.random() < 0.5 else self._node.stop
+            )
         hit = self._damager.hit()
+        if is_stopped and hit is not None and not hit.place.startswith(RESTARTED):
+            hit = hit._replace(place=f"{STOPPED}{hit.place}")
+        if hit is None:
+            await self._start()
+            return
         began_s = time.monotonic()
         try:
             result = await self._became(hit)
@@ -263,7 +291,7 @@ class Soak:
         if load.wrong > wrong:
             self.results[*note, "wrong"] += 1
             self.mistakes.append(f"{hit.fault} of {hit.place}: a wrong answer")
-        if load.longest_s > ERROR_S and not hit.place.startswith(RESTARTED):
+        if load.longest_s > ERROR_S and not hit.place.startswith((RESTARTED, STOPPED)):
             self.results[*note, "error > 2 s"] += 1
             if result != "named":
                 what = f"{hit.fault} of {hit.place} ({result})"
@@ -273,7 +301,13 @@ class Soak:
     async def _became(self, hit: Hit) -> str:
         if hit.place.startswith(RESTARTED):
             return await self._restarted(hit)
-        before = await self._ask("GET")
+        if hit.place.startswith(STOPPED):
+            mended = self._mended
+            if await self._restarted(hit) == "named":
+                return "named"
+            before = {**await self._ask("GET"), "mended": mended}
+        else:
+            before = await self._ask("GET")
         await self._pass(before)
         until_s = time.monotonic() + NAMED_S
         while time.monotonic() < until_s:
@@ -302,19 +336,23 @@ class Soak:
         """Start the node again. If it refuses, it has to name the file."""
         log = self._node.log_path
         size = log.stat().st_size
-        await asyncio.to_thread(self._node.kill)
+        if self._node.runs:
+            await asyncio.to_thread(self._node.kill)
         try:
             await asyncio.to_thread(self._node.start)
             result = "repaired"
         except ServerStartError:
             said = log.read_text()[size:]
             result = "named"
-            names = (hit.path.name.split(".")[0], "end mark", "the log", "log segment")
+            names = (hit.path.name.split(".")[0], "end mark", "the log", "log segment", "the store")
             if not any(name in said for name in names):
                 self.mistakes.append(
                     f"{hit.fault} of {hit.place}: refused, not named: {said[-500:]}"
                 )
-            hit.path.write_bytes(hit.before)
+            if hit.is_cut:
+                hit.path.write_bytes(hit.before)
+            else:
+                hit.put_back()
             await self._start()
         await asyncio.to_thread(self._cluster.wait_until_in_sync)
         return result
@@ -437,12 +475,12 @@ async def _soak(cluster: DcpCluster, *, damages: int, seed: int, state: Path) ->
     async with KvClient.connect(cluster.address, timeout_s=5.0) as kv:
         load = Load(kv, seed)
         for _ in range(2):  # so that older pages differ
-            await asyncio.gather(*(load.write(key) for key in range(KEYS)))
+            await load.write_all()
             await asyncio.gather(
                 *(asyncio.to_thread(node.compact) for node in cluster.nodes.values())
             )
         soak = Soak(cluster, load, seed)
-        await asyncio.gather(*(load.write(key) for key in range(KEYS)))
+        await load.write_all()
         await asyncio.gather(*(asyncio.to_thread(node.compact) for node in cluster.nodes.values()))
         running = asyncio.ensure_future(load.run())
         ended = asyncio.Event()

@@ -42,13 +42,14 @@ from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
+from vbucket.model.flipped_bit import bit_of
 from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.block import Block, build_blocks
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPageReader
 from vbucket.store.lmdb.lmdb_file import PageFile
-from vbucket.store.lmdb.page_mend import PageMender, flipped_bit
+from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 from vbucket.store.records import (
@@ -533,7 +534,10 @@ def test_a_checksum_names_the_bit_that_is_flipped(data: bytes, at: int, bit: int
     at %= len(data)
     flipped = bytearray(data)
     flipped[at] ^= 1 << bit
-    assert flipped_bit(bytes(flipped), google_crc32c.value(data)) == 8 * at + bit
+    assert (
+        bit_of(google_crc32c.value(bytes(flipped)) ^ google_crc32c.value(data), len(data))
+        == 8 * at + bit
+    )
 
 
 def test_a_bit_that_the_checksum_of_its_page_was_made_of(copy: Path) -> None:
@@ -554,8 +558,8 @@ def test_a_bit_that_the_checksum_of_its_page_was_made_of(copy: Path) -> None:
 def test_a_checksum_that_no_page_has_names_no_bit() -> None:
     """What replaces an outdated page has one: vbucket.store.lmdb.sums_writer."""
     page = bytes(PAGE_BYTES)
-    assert flipped_bit(page, google_crc32c.value(page) ^ 0xFFFFFFFF) is None
-    assert flipped_bit(page, google_crc32c.value(page)) is None, "nothing is flipped"
+    assert bit_of(0xFFFFFFFF, len(page)) is None
+    assert bit_of(0, len(page)) is None, "nothing is flipped"
 
 
 def test_a_page_that_was_there_before_is_named(copy: Path) -> None:

@@ -31,13 +31,14 @@ import google_crc32c
 from dcp.wire.opcode import Opcode
 from vbucket.check.relist import RELISTED, Given, Lacking, left_by_compactions, relist
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
+from vbucket.model.flipped_bit import unflipped
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
 from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX
 from vbucket.store.lmdb.lmdb_pages import BRANCH, MAIN_TABLE
-from vbucket.store.lmdb.page_mend import BadPage, PageMender, unflipped
+from vbucket.store.lmdb.page_mend import BadPage, PageMender
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 

@@ -196,7 +196,7 @@ def scan_segment(
     salt = read_segment_header(data, segment).salt
     at = SEGMENT_HEADER_BYTES
     last = None if before is None else (before.group, before.crc)
-    while (record := _record_at(data, at, salt)) is not None:
+    while (record := record_at(data, at, salt)) is not None:
         group, payload_at, end, crc_before, crc = record
         if last is not None:
             if group != last[0] + 1:
@@ -213,7 +213,7 @@ def scan_segment(
         raise damaged_at(segment, at, "there is no good record here, but a newer segment exists")
     if not is_synced_per_group or written_bytes(data) <= at:
         return
-    found = _find_record(data, at + 1, salt)
+    found = find_record(data, at + 1, salt)
     if found is not None:
         raise damaged_at(segment, at, f"there is no good record here, but one follows at {found}")
 
@@ -227,8 +227,8 @@ def groups_after(data: bytes, segment: int, start: int) -> Iterator[bytes]:
     except (LogDamagedError, UnknownFormatError):
         return
     at: int | None = max(start, SEGMENT_HEADER_BYTES)
-    while at is not None and (at := _find_record(data, at, salt)) is not None:
-        record = _record_at(data, at, salt)
+    while at is not None and (at := find_record(data, at, salt)) is not None:
+        record = record_at(data, at, salt)
         assert record is not None
         _, payload_at, end, _, _ = record
         yield data[payload_at:end]
@@ -245,7 +245,7 @@ def written_bytes(data: bytes) -> int:
     return end - len(last) + len(last.rstrip(b"\0"))
 
 
-def _record_at(data: bytes, at: int, salt: int) -> tuple[int, int, int, int, int] | None:
+def record_at(data: bytes, at: int, salt: int) -> tuple[int, int, int, int, int] | None:
     """Return the good record at `at`: group number, position of the payload, end, checksum of the
     previous record, own checksum. None: there is none.
     """
@@ -262,7 +262,7 @@ def _record_at(data: bytes, at: int, salt: int) -> tuple[int, int, int, int, int
     return group, payload_at, end, crc_before, crc
 
 
-def _find_record(data: bytes, start: int, salt: int) -> int | None:
+def find_record(data: bytes, start: int, salt: int) -> int | None:
     """Return the position of the next good record from `start` on.
 
     A value may hold any bytes. The salt keeps it from passing for a record.
@@ -270,7 +270,7 @@ def _find_record(data: bytes, start: int, salt: int) -> int | None:
     mark = (salt >> 32).to_bytes(4, "big")
     at = data.find(mark, start)
     while at >= 0:
-        if _record_at(data, at, salt) is not None:
+        if record_at(data, at, salt) is not None:
             return at
         at = data.find(mark, at + 1)
     return None

@@ -25,7 +25,10 @@ from typing import NamedTuple
 
 from vbucket.log.device import SEGMENT_HEADER_BYTES, LogDevice
 from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, pack_mark, read_marks
+from vbucket.log.kept_groups import KeptGroups
 from vbucket.log.record import (
+    RECORD,
+    RECORD_BYTES,
     LogDamagedError,
     damaged_at,
     read_segment_header,
@@ -93,6 +96,8 @@ class Recovery:
         self.end = merged_end or NO_RECORD
         """The last good record so far."""
         self.torn: TornTail | None = None
+        self.kept = KeptGroups()
+        """What was read, so that a segment which is damaged later can be written again."""
 
     def groups(self) -> Iterator[RecoveredGroup]:
         """Yield every group once, in order. Raises LogDamagedError, UnknownFormatError."""
@@ -103,6 +108,7 @@ class Recovery:
                 raise _missing(segment, self._after_segment, segments)
             data = self._device.read(segment)
             header = read_segment_header(data, segment)
+            self.kept.begin(segment, data[:SEGMENT_HEADER_BYTES], _crc_before(data))
             if previous_bytes and previous_bytes != header.previous_bytes:
                 raise damaged_at(
                     segment - 1,
@@ -161,6 +167,7 @@ class Recovery:
             self._check_marked(found)
             self.end = found
             self._is_known = True
+            self.kept.add(found, [payload])
             yield RecoveredGroup(segment, group, payload)
         self._stop = (segment, at)
         if at < len(data):
@@ -193,6 +200,14 @@ class LostEnd(NamedTuple):
 
     segment: int
     error: LogDamagedError
+
+
+def _crc_before(data: bytes) -> int:
+    """Return the checksum of the record before a segment's first one, as that one says."""
+    if len(data) < SEGMENT_HEADER_BYTES + RECORD_BYTES:
+        return 0
+    crc: int = RECORD.unpack_from(data, SEGMENT_HEADER_BYTES)[4]
+    return crc
 
 
 def lost_end(

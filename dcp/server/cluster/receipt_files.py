@@ -23,12 +23,13 @@ from typing import Any, Final
 
 import msgspec
 
-from dcp.server.files.kept_twice import read_kept, write_kept
+from dcp.server.files.kept_twice import read_kept, twin_of, write_kept
 from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 from failover.coordinator.coordinator import Elected
 from failover.coordinator.view import ClusterView
 from vbucket.model.receipt import (
+    CutHead,
     CutOff,
     DiscardDamagedError,
     ElectionLoss,
@@ -110,9 +111,18 @@ def _times(folder: Path) -> list[tuple[float, Path]]:
     return times
 
 
-def _cut_off(path: Path, at_s: float) -> ReceiptReport:
+def _head_of(path: Path) -> CutHead:
     with path.open("rb") as file:
-        head = unpack_head(file.read(HEAD_BYTES))
+        return unpack_head(file.read(HEAD_BYTES))
+
+
+def _cut_off(path: Path, at_s: float) -> ReceiptReport:
+    try:
+        head = _head_of(path)
+    except (OSError, DiscardDamagedError):
+        if not twin_of(path).exists():
+            raise
+        head = _head_of(twin_of(path))
     named = _CUT_NAME.fullmatch(path.name)
     assert named is not None
     return ReceiptReport(

@@ -29,12 +29,15 @@ from dcp.server.files.kept_twice import MENDED, mend_folder
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import FolderError, open_folder
 from dcp.server.storage.memory_share import item_cache_size
+from dcp.server.storage.process.log_mending import put_flips_back
+from dcp.server.storage.process.scrub_work import ScrubWork
 from vbucket.check.finding import Kind
 from vbucket.check.scrub import Damage
 from vbucket.engine.recovery.startup import OtherNumberError, recover_node
-from vbucket.log.device import LogFullError
+from vbucket.log.device import LogFullError, UnknownFormatError
 from vbucket.log.device_files import FileLogDevice, sync_folder
-from vbucket.store.environment import StoreFailedError, StoreFullError
+from vbucket.log.record import LogDamagedError
+from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord
 
@@ -116,6 +119,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 NODE_ID_BYTES: Final = 16
+MENDS_MAX: Final = 4
+"""So often a start begins again after it has met damage that could be mended."""
 
 
 class Storage:
@@ -129,61 +134,88 @@ class Storage:
         vbucket.engine.recovery.startup.recover_node raises.
         """
         self.cache_size = item_cache_size(settings.item_cache_bytes)
-        draws = secrets.SystemRandom()
+        self.mended: list[Damage] = []
+        """What was damaged before the start, and put right."""
         with contextlib.ExitStack() as opened:
             self.folder = open_folder(path)
             opened.callback(self.folder.close)
-            self.device = FileLogDevice(self.folder.log_path, draws)
-            opened.callback(self.device.close)
-            self.env = env = LmdbEnv(
-                self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes
-            )
-            opened.callback(env.close)
-            for name in (self.folder.store_path, self.folder.path):
-                sync_folder(name)  # LMDB syncs its file, but not the folders above it
-            keep = partial(keep_copies, self.folder.path) if accepts_log_loss else None
-            try:
-                self._startup = startup = recover_node(
-                    env,
-                    self.device,
-                    durability=settings.durability,
-                    num_vbuckets=settings.partitions,
-                    draws=draws,
-                    draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
-                    memtable_bytes_max=settings.memtable_bytes,
-                    item_cache_bytes=self.cache_size.bytes_max,
-                    keep_copies=keep,
-                )
-            except OtherNumberError as error:
-                raise FolderError(
-                    f"{path}: this data folder has {error.num_vbuckets} partitions, not "
-                    f"{settings.partitions}. A folder keeps the number that it was made with, "
-                    "because the place of each key depends on it. Leave --partitions out, or start "
-                    f"an empty --data folder with --partitions {settings.partitions} and restore a "
-                    "backup into it"
-                ) from error
-            self.store, self.engine = startup.store, startup.engine
-            self.writer = startup.writer
-            self.torn, self.loss = startup.torn, startup.loss
-            self.rewritten_bytes = startup.rewritten_bytes
-            self.new_versions = startup.new_versions
-            opened.callback(self.store.close)
+            self._recover(opened, settings, accepts_log_loss=accepts_log_loss)
             if self.loss is not None:
                 write_receipt(self.folder.path, self.loss)
-            self.wrong_files = [
-                Damage(
-                    str(Kind.FILE),
-                    name,
-                    f"file {name}",
-                    "it was damaged, or missing",
-                    mended=MENDED,
-                )
+            self.mended += [
+                Damage(str(Kind.FILE), name, f"file {name}", "it was damaged", mended=MENDED)
                 for name in self.folder.mended
             ] + mend_folder(self.folder.path, is_start=True)
-            """Of the files that are kept twice."""
             self.has_begun = False
             self.engine.cas_drift_ns = int(settings.cas_drift_max_s * 1e9)
             self._opened = opened.pop_all()
+
+    def _recover(
+        self, opened: contextlib.ExitStack, settings: Settings, *, accepts_log_loss: bool
+    ) -> None:
+        """Open log and store, and recover. What the store itself can prove is mended before."""
+        with contextlib.closing(ScrubWork(self.folder.path)) as work:
+            self.mended += work.before_start()
+            for attempt in range(MENDS_MAX + 1):
+                try:
+                    with contextlib.ExitStack() as parts:
+                        self._open(parts, settings, accepts_log_loss=accepts_log_loss)
+                        opened.push(parts.pop_all())
+                except (LogDamagedError, StoreDamagedError, UnknownFormatError) as error:
+                    mended = self._met(error, work, is_first=not attempt)
+                    if not mended or attempt == MENDS_MAX:
+                        raise
+                    self.mended += mended
+                else:
+                    return
+
+    def _met(self, error: Exception, work: ScrubWork, *, is_first: bool) -> list[Damage]:
+        """Mend what a start has met, as far as checksums prove it; return what was. A damaged
+        header of a segment may look like one of an unknown format.
+        """
+        if isinstance(error, StoreDamagedError):
+            return work.met_at_start(error.vb_id if is_first else None)
+        return put_flips_back(self.folder.log_path)
+
+    def _open(
+        self, opened: contextlib.ExitStack, settings: Settings, *, accepts_log_loss: bool
+    ) -> None:
+        draws = secrets.SystemRandom()
+        self.device = FileLogDevice(self.folder.log_path, draws)
+        opened.callback(self.device.close)
+        self.env = env = LmdbEnv(
+            self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes
+        )
+        opened.callback(env.close)
+        for name in (self.folder.store_path, self.folder.path):
+            sync_folder(name)  # LMDB syncs its file, but not the folders above it
+        keep = partial(keep_copies, self.folder.path) if accepts_log_loss else None
+        try:
+            self._startup = startup = recover_node(
+                env,
+                self.device,
+                durability=settings.durability,
+                num_vbuckets=settings.partitions,
+                draws=draws,
+                draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
+                memtable_bytes_max=settings.memtable_bytes,
+                item_cache_bytes=self.cache_size.bytes_max,
+                keep_copies=keep,
+            )
+        except OtherNumberError as error:
+            raise FolderError(
+                f"{self.folder.path}: this data folder has {error.num_vbuckets} partitions, not "
+                f"{settings.partitions}. A folder keeps the number that it was made with, "
+                "because the place of each key depends on it. Leave --partitions out, or start "
+                f"an empty --data folder with --partitions {settings.partitions} and restore a "
+                "backup into it"
+            ) from error
+        self.store, self.engine = startup.store, startup.engine
+        self.writer = startup.writer
+        self.torn, self.loss = startup.torn, startup.loss
+        self.rewritten_bytes = startup.rewritten_bytes
+        self.new_versions = startup.new_versions
+        opened.callback(self.store.close)
 
     def tell(self, log: EventLog) -> None:
         """Log what recovery found, and the memory of the item cache."""

@@ -200,7 +200,7 @@ def recover_node(
     return Startup(
         store,
         engine,
-        LogWriter(device, recovery.end),
+        LogWriter(device, recovery.end, recovery.kept if loss is None else None),
         node._replace(clean_shutdown=False, durability=durability),
         torn=torn,
         rewritten_bytes=recovery.rewritten_bytes,

@@ -355,7 +355,7 @@ class LmdbEnv:
         self._mended: list[str] = []
         """What was put back, since `mend`."""
         try:
-            self._mend_at_start()
+            self._mended += put_metas_back(folder)
             _check_names(folder, check_file(folder) or set(), tables)
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
@@ -503,22 +503,6 @@ class LmdbEnv:
         if alone and self._sums.put_back(is_whole=is_whole):
             self._mended.append(SUMS_FILE_NAME)
 
-    def _mend_at_start(self) -> None:
-        """Put damaged meta pages back before LMDB reads them, and the header of the checksums.
-        Raises OSError.
-        """
-        path = self._folder / DATA_FILE_NAME
-        if not path.exists():
-            return
-        metas = MetaPages(path)
-        try:
-            self._mended += map(_META_PAGE.format, metas.learn())
-            state = metas.newest
-            if state is not None and put_header_back(self._folder, state):
-                self._mended.append(SUMS_FILE_NAME)
-        finally:
-            metas.close()
-
     def _follow(self, before: Meta | None, after: Meta) -> None:
         self._metas.learn()
         self._file.map_state(after)
@@ -579,6 +563,24 @@ class LmdbPageReader(PageReader):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def put_metas_back(folder: Path) -> list[str]:
+    """Put damaged meta pages of a store back before LMDB reads them, and the header of the
+    checksums; return what was. Raises OSError.
+    """
+    path = folder / DATA_FILE_NAME
+    if not path.exists():
+        return []
+    metas = MetaPages(path)
+    try:
+        mended = [*map(_META_PAGE.format, metas.learn())]
+        state = metas.newest
+        if state is not None and put_header_back(folder, state):
+            mended.append(SUMS_FILE_NAME)
+    finally:
+        metas.close()
+    return mended
 
 
 def _free_bytes(folder: Path) -> int:

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
+from vbucket.model.flipped_bit import unflipped
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.lmdb_pages import (
@@ -43,51 +44,9 @@ from vbucket.store.lmdb.lmdb_pages import (
 )
 from vbucket.store.lmdb.page_orphans import OrphanScan
 
-_CASTAGNOLI: Final = 0x82F63B78
 _SUMMED_MAX: Final = 4
 """Of so many pages the place of a flipped bit is certain."""
 _crc32c = google_crc32c.value
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_CASTAGNOLI if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_TABLE: Final = _crc_table()
-_BY_TOP: Final = {crc >> 24: byte for byte, crc in enumerate(_TABLE)}
-_BITS: Final = {_TABLE[1 << bit]: bit for bit in range(8)}
-"""How a flipped bit of the last byte changes a checksum."""
-
-
-def flipped_bit(data: bytes, wanted: int) -> int | None:
-    """Return the bit (8 for each byte before it, and its place in the byte) whose flip gives data
-    with this CRC-32C; None: there is none.
-    """
-    difference = _crc32c(data) ^ wanted
-    for at in range(len(data) - 1, -1, -1):
-        bit = _BITS.get(difference)
-        if bit is not None:
-            return 8 * at + bit
-        byte = _BY_TOP[difference >> 24]  # one byte of zeros less after the flipped bit
-        difference = ((difference ^ _TABLE[byte]) << 8 | byte) & 0xFFFFFFFF
-    return None
-
-
-def unflipped(data: bytes, wanted: int) -> bytes | None:
-    """Return the data with the one flipped bit put back; None: more is wrong than one bit."""
-    bit = flipped_bit(data, wanted)
-    if bit is None:
-        return None
-    fixed = bytearray(data)
-    fixed[bit >> 3] ^= 1 << (bit & 7)
-    assert _crc32c(bytes(fixed)) == wanted, "that is how the bit was found"
-    return bytes(fixed)
 
 
 class LargePlace(NamedTuple):

@@ -3,7 +3,8 @@
     a merge, or the scrubber, meets damage ──> the segment as it was (vbucket.log.writer)
         ──> its blocks that differ are written in place ──> the merge goes on, and deletes it
 
-Who calls it: `dcp.server.storage.merging` and the scrubber, on the event loop.
+Who calls it: `dcp.server.storage.merging` and the scrubber, on the event loop; a start, for what a
+segment's own checksums prove (`put_flips_back`).
 
 Invariants
 - only bytes that were there are written, which the checksums of the groups prove;
@@ -21,11 +22,20 @@ from typing import Final
 
 from vbucket.check.finding import Kind
 from vbucket.check.scrub import Damage
-from vbucket.log.segment_files import segment_name, segment_path
-from vbucket.log.writer import KeptGroups, SegmentContent
+from vbucket.log.end_mark import read_marks
+from vbucket.log.kept_groups import KeptGroups, SegmentContent
+from vbucket.log.log_flips import Patch, patches_of
+from vbucket.log.segment_files import (
+    read_mark_slots,
+    read_segment,
+    segment_name,
+    segment_path,
+    segments_in,
+)
 
 BLOCK_BYTES: Final = 4096
 """Of a disk, and of memory."""
+PUT_BACK: Final = "what was flipped was put back, as the checksums of its records say"
 WRITTEN_AGAIN: Final = "its groups were written again, which are in memory until they are merged"
 
 
@@ -65,15 +75,40 @@ class LogMending:
             )  # fmt: skip
             if blocks:
                 is_any = True
-                self._mended.append(
-                    Damage(
-                        str(Kind.LOG), f"log/{segment_name(segment)}",
-                        f"segment {segment} of the log",
-                        f"{blocks} blocks of it were not what was written",
-                        mended=WRITTEN_AGAIN,
-                    )
-                )  # fmt: skip
+                what = f"{blocks} blocks of it were not what was written"
+                self._mended.append(_damage_of(segment, what, WRITTEN_AGAIN))
         return is_any
+
+
+def put_flips_back(folder: Path) -> list[Damage]:
+    """Put back what checksums prove of the segments in a folder that nobody writes to; return what
+    was wrong. Raises OSError.
+    """
+    damages: list[Damage] = []
+    last: tuple[int, int] | None = None
+    marked = read_marks(read_mark_slots(folder)).end
+    for segment in segments_in(folder):
+        patches, last = patches_of(read_segment(folder, segment), segment, last, marked)
+        if patches:
+            _write_patches(segment_path(folder, segment), patches)
+            what = f"{len(patches)} records of it did not match their checksums"
+            damages.append(_damage_of(segment, what, PUT_BACK))
+    return damages
+
+
+def _write_patches(path: Path, patches: Sequence[Patch]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for at, data in patches:
+            os.pwrite(fd, data, at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _damage_of(segment: int, what: str, how: str) -> Damage:
+    place = f"segment {segment} of the log"
+    return Damage(str(Kind.LOG), f"log/{segment_name(segment)}", place, what, mended=how)
 
 
 def write_again(path: Path, content: SegmentContent, *, is_newest: bool) -> int:

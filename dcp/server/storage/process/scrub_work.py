@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.check.finding import Kind
 from vbucket.check.scrub import (
+    AREAS,
+    TABLE_AREAS,
     Damage,
     LogScrub,
     Piece,
@@ -22,15 +25,21 @@ from vbucket.check.scrub import (
     ScrubReport,
     segment_to_scrub,
 )
-from vbucket.check.scrub_pieces import PIECE_BYTES, ScrubPieces
+from vbucket.check.scrub_pieces import PIECE_BYTES, ScrubPieces, put_back_damages
+from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.segment_files import read_segment, segment_name, segments_in
-from vbucket.store.environment import KeptRows
-from vbucket.store.lmdb.lmdb_file import PageFile, check_file
+from vbucket.store.environment import KeptRows, StoreDamagedError, StoreFailedError
+from vbucket.store.lmdb.environment_lmdb import put_metas_back
+from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
 from vbucket.store.lmdb.page_sums import KnownSums
+from vbucket.store.records import FAILOVER_TABLE, META_TABLE, STATE_TABLE
 
+_RECORDS: Final = frozenset({META_TABLE, FAILOVER_TABLE, STATE_TABLE})
+_AT_RECORDS: Final = ScrubPlace(0, b"\1")
+"""At the first record, past the look at the whole file: a start does that itself."""
 PIECE_S: Final = 0.01
 """How long a piece takes at most, but for one leaf or one segment's bytes."""
 
@@ -64,6 +73,46 @@ class ScrubWork(ScrubPieces):
             list(piece.place), piece.read_bytes, [list(each) for each in piece.damages],
             time.process_time() - began_s, self._size_bytes(),
         )  # fmt: skip
+
+    def before_start(self) -> list[Damage]:
+        """Mend what a start reads of the store, before LMDB opens it: its meta pages, and the
+        records of the node and of partitions. What cannot be mended is left to the start.
+        """
+        folder, damages = store_path(self._data_path), list[Damage]()
+        if not (folder / DATA_FILE_NAME).exists():
+            return damages
+        with suppress(StoreDamagedError, StoreFailedError, UnknownFormatError, OSError):
+            damages += put_back_damages(put_metas_back(folder))
+            pages = self._pages()
+            # Checksums of another state would call sound pages damaged.
+            pages.sums.check_age(pages.sums.transaction, pages.newest().transaction)
+            pages.follow()
+            damages += self._all_from(_AT_RECORDS, _RECORDS)
+        return damages
+
+    def _all_from(self, place: ScrubPlace, tables: frozenset[str]) -> list[Damage]:
+        """Read these tables, the first ones; return what was mended."""
+        mended: list[Damage] = []
+        while AREAS[place.area] in tables:
+            piece = self.next(place, [], lambda: False)
+            mended += [each for each in piece.damages if each.mended]
+            place = piece.place
+        return mended
+
+    def met_at_start(self, vb_id: int | None) -> list[Damage]:
+        """Mend a partition in which a start met damage (None: all); return what was mended."""
+        if vb_id is not None:
+            self.mend_partition(vb_id)
+        else:
+            self._met += self._all_from(_AT_RECORDS, frozenset(TABLE_AREAS))
+        met, self._met = self._met, []
+        return [each for each in met if each.mended]
+
+    def close(self) -> None:
+        """Close the store's file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _pages(self) -> PageFile:
         if self._file is None:
