@@ -2,8 +2,11 @@
 
     python -m benchmarks.cuts                        0, 300, 1,000 and 3,000 writes a second
     python -m benchmarks.cuts --rates 1000 --seconds 20
+    python -m benchmarks.cuts --streamed 100000 --nodes 1
 
-Nodes, writers and consumer share the machine. The output is one JSON document.
+Writers wait for each answer. With `--streamed` one process (`benchmarks.cluster_load`) sends so
+many writes a second, whether or not earlier ones are answered. Nodes, writers and consumer share
+the machine. The output is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+from benchmarks.cluster_nodes import Load
 from clients import Consumer, KvClient
-from clients.testing import DcpCluster
+from clients.testing import DcpCluster, DcpServer
 
 WRITERS: Final = 16
 SAMPLE_S: Final = 0.01
@@ -91,12 +95,49 @@ async def run(address: str, rate: int, seconds: float) -> dict[str, Any]:
     return result
 
 
+async def run_streamed(address: str, ports: list[int], rate: int, seconds: float) -> dict[str, Any]:
+    """Return how far the frontier is behind writes that wait for no answer."""
+    load = Load(ports, rate=rate, host="127.0.0.1")
+    try:
+        load.until_begun()
+        async with Consumer(address, cuts=True, start="now") as consumer, following(consumer):
+            await asyncio.to_thread(load.split)
+            begun_s = time.monotonic()
+            behind = figures(await lags(consumer, begun_s + seconds))
+            answers = await asyncio.to_thread(load.split)
+            took_s = time.monotonic() - begun_s
+    finally:
+        load.kill()
+    return {
+        "writes_per_s": rate, "answered_per_s": round(answers["operations"] / took_s),
+        "answer_p99_ms": answers["p99_us"] / 1e3, "behind": behind,
+    }  # fmt: skip
+
+
+def measure_streamed(nodes: int, rate: int, seconds: float) -> dict[str, Any]:
+    """Measure on one node, or on a cluster of three."""
+    with DcpServer() if nodes == 1 else DcpCluster() as server:
+        ports = (
+            [server.port]
+            if isinstance(server, DcpServer)
+            else [node.port for node in server.nodes.values()]
+        )
+        return asyncio.run(run_streamed(f"127.0.0.1:{ports[0]}", ports, rate, seconds))
+
+
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default="0,300,1000,3000")
+    parser.add_argument("--streamed", type=int, metavar="RATE")
+    parser.add_argument("--nodes", type=int, choices=(1, 3), default=3, help="with --streamed")
     parser.add_argument("--seconds", type=float, default=10.0)
     given = parser.parse_args()
+    if given.streamed is not None:
+        print(json.dumps(measure_streamed(given.nodes, given.streamed, given.seconds), indent=2))
+        return
     with DcpCluster() as cluster:
         rates = [int(rate) for rate in given.rates.split(",")]
         print(
