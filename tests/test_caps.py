@@ -86,6 +86,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
+    "mutations are validated in runs": Feature(0, 120),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""

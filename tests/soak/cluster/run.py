@@ -77,7 +77,7 @@ USUAL: Final = Pace()
 OF_FEW: Final = Pace(faults=24)
 """Of few kinds of faults: most of a round's time is theirs, not the cluster's start."""
 KILLING: Final = Pace(
-    faults=200, together=0.6, at_once=4, haste=0.8, share=0.3, progress=20, deaths_s=(5.0, 20.0),
+    faults=60, together=0.6, at_once=4, haste=0.8, share=0.3, progress=20, deaths_s=(5.0, 20.0),
     partitions=64, is_forked=True,
 )  # fmt: skip
 """Of SIGKILLs only. No disk is lost, so all may be dead at once: before the next ones only answers
