@@ -54,6 +54,9 @@ class DcpServer:
     `arguments` are passed to dcpd, for example "--durability", "interval".
     """
 
+    start_timeout_s = START_TIMEOUT_S
+    """A start that takes longer fails."""
+
     def __init__(self, data: str | Path | None = None, *arguments: str) -> None:
         self._own_folder = Path(tempfile.mkdtemp(prefix="dcpd-")) if data is None else None
         self.data = (self._own_folder or Path()) / "dcpd-data" if data is None else Path(data)
@@ -132,7 +135,7 @@ class DcpServer:
 
     def _read_output(self, process: subprocess.Popen[str]) -> str:
         output = ""
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+        watchdog = threading.Timer(self.start_timeout_s, process.kill)
         watchdog.start()
         try:
             assert process.stdout is not None

@@ -27,6 +27,7 @@ from tests.soak.cluster.members import EmbeddedMembers
 class DcpdProcess(DcpServer):
     """`with DcpdProcess(folder) as server:` gives a ready server and stops it at the end."""
 
+    start_timeout_s = 120.0
     exit_code: int | None = None
     """The last exit code of the process; negative: the signal."""
 
@@ -36,8 +37,11 @@ class DcpdProcess(DcpServer):
 
     def children(self) -> list[int]:
         """Return the server's child processes: the store process."""
-        tasks = Path(f"/proc/{self.pid}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found += map(int, (task / "children").read_text().split())
+        return found
 
     def _end(self, number: signal.Signals) -> int:
         self.exit_code = super()._end(number)

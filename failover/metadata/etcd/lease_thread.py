@@ -24,12 +24,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from typing import Any, Final, NamedTuple
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 from grpc import aio

@@ -11,10 +11,7 @@ run on no loop (`etcd_lease_thread`).
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any, Final
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write to stderr beside our log
 
 import grpc
 from grpc import aio

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -34,3 +37,32 @@ def test_pings_find_a_dead_connection_and_calls_are_not_repeated(
     assert ping_ms + wait_ms <= DEAD_MS_MAX
     assert options["grpc.http2.max_pings_without_data"] == 0, "as many as it takes"
     assert options["grpc.enable_retries"] == 0
+
+
+FORKS = """
+import ctypes, os, time
+import failover.metadata.etcd.client
+import grpc
+
+channel = grpc.insecure_channel("127.0.0.1:1")
+grpc.channel_ready_future(channel)
+time.sleep(0.2)  # gRPC's threads begin
+assert len(os.listdir("/proc/self/task")) > 1
+libc = ctypes.CDLL(None)
+for _ in range(5):
+    if not libc.fork():
+        time.sleep(0.02)
+        os._exit(len(os.listdir("/proc/self/task")) != 1)
+    assert os.wait()[1] == 0, "the fork has gRPC's threads"
+os._exit(0)
+"""
+
+
+def test_grpc_starts_no_threads_in_a_fork():
+    """As the store process is one for a moment: these threads crashed it now and then."""
+    environment = {name: value for name, value in os.environ.items() if "GRPC" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], env=environment | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

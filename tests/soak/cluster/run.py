@@ -59,13 +59,17 @@ class Pace(NamedTuple):
     together: float = 0.25
     """How often another one begins while one lasts."""
     at_once: int = 2
-    """Faults that last at one time, at most. More than two: nodes die while others are dead."""
+    """Faults that last at one time, at most."""
+    dead: int = 0
+    """Nodes that may be dead when another fault begins."""
     haste: float = 0.25
     """How often the next one does not wait until all copies are in sync."""
     share: float = 1.0
     """Of the time that a fault lasts."""
     progress: int = 60
-    """Operations that are answered before the next fault, unless it is in haste."""
+    """Operations that are answered before the next fault."""
+    progress_in_haste: int = 0
+    """The same, if it does not wait for copies."""
     deaths_s: tuple[float, float] = (1.0, 6.0)
     """Time between two deaths of members of the group."""
     partitions: int = NUM_VBUCKETS
@@ -77,11 +81,11 @@ USUAL: Final = Pace()
 OF_FEW: Final = Pace(faults=24)
 """Of few kinds of faults: most of a round's time is theirs, not the cluster's start."""
 KILLING: Final = Pace(
-    faults=200, together=0.6, at_once=4, haste=0.8, share=0.3, progress=20, deaths_s=(5.0, 20.0),
-    partitions=64, is_forked=True,
+    faults=60, together=0.6, at_once=4, dead=2, haste=0.8, share=0.3, progress=20,
+    progress_in_haste=20, deaths_s=(5.0, 20.0), partitions=64, is_forked=True,
 )  # fmt: skip
-"""Of SIGKILLs only. No disk is lost, so all may be dead at once: before the next ones only answers
-are waited for, and the copies' being in sync in a few cases.
+"""Of SIGKILLs only. No disk is lost, so all nodes may be dead at once. Before the next ones only
+answers are waited for, and in a few cases until the copies are in sync.
 """
 KILLS: Final = frozenset({"kill node", "kill store", "kill etcd"})
 
@@ -182,16 +186,16 @@ class Round:
         while len(self._healing) < pace.at_once:
             other = draw.choice(self._second) if self._second else choose(draw, cluster)
             dead = len(cluster.nodes) - len(cluster.running())
-            may_begin = dead <= max(0, pace.at_once - 2) and not ALONE & {name, other}
-            if draw.random() >= pace.together or not may_begin or dead == len(cluster.nodes):
+            is_more = draw.random() < pace.together and not ALONE & {name, other}
+            if not is_more or dead > pace.dead:
                 break
             await self._begin(other)
         await self._heal()
         if draw.random() >= pace.haste or name in ALONE:
             await asyncio.to_thread(self.cluster.until_in_sync)
-        elif not pace.is_forked:
-            return
-        await self._progress()
+            await self._progress(pace.progress)
+        else:
+            await self._progress(pace.progress_in_haste)
 
     async def _begin(self, name: str) -> None:
         self.faults[name] += 1
@@ -227,10 +231,9 @@ class Round:
             if process is not None and process.poll() is not None:
                 raise NodeError(f"node {name} has ended: {node.log_path.read_text()[-3000:]}")
 
-    async def _progress(self) -> None:
-        """Wait until operations are answered again."""
-        wanted = self.load.answers + self._pace.progress
-        give_up_s = time.monotonic() + PROGRESS_S
+    async def _progress(self, count: int) -> None:
+        """Wait until this many more operations are answered."""
+        wanted, give_up_s = self.load.answers + count, time.monotonic() + PROGRESS_S
         while self.load.answers < wanted:
             self._check_alive()
             if time.monotonic() > give_up_s:
