@@ -144,9 +144,37 @@ def test_a_branch_of_records_is_found_again_at_a_start(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_what_nothing_proves_is_named_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", ["state", "failover", "meta"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_leaves_of_records_are_made_of_their_copy(
+    tmp_path: Path, table: str, is_killed: bool
+) -> None:
     folder = tmp_path / "data"
+    merged_and_logged(folder, *ARGUMENTS, is_killed=is_killed)
+    for page in layout_of(folder / "store")[table].leaves:
+        overwrite(folder / "store", page, "zeros")
+    with DcpdProcess(folder, *ARGUMENTS) as server:
+        assert scrubbed(server, 2)["damages"] == []
+        assert wrong_answers(server) == {}
+        assert server.stop() == 0
+    assert command(server, "verify", str(folder)).returncode == 0
+
+
+@pytest.mark.parametrize("what", ["missing", "flipped", "older"])
+def test_what_nothing_proves_is_named_and_left_alone(tmp_path: Path, what: str) -> None:
+    """A copy of the records that is damaged, or of another state, does not count."""
+    folder = tmp_path / "data"
+    copy = folder / "store" / "rows.copy"
     merged_and_logged(folder, *ARGUMENTS, is_killed=False)
+    older = copy.read_bytes()
+    merged_and_logged(folder, *ARGUMENTS, is_killed=False)
+    assert copy.read_bytes() != older
+    if what == "flipped":
+        flip(copy, 1_000)
+    elif what == "missing":
+        copy.unlink()
+    else:
+        copy.write_bytes(older)
     overwrite(folder / "store", min(layout_of(folder / "store")["state"].leaves), "zeros")
     before = (folder / DATA).read_bytes()
     with pytest.raises(ServerStartError, match="table state"), DcpdProcess(folder, *ARGUMENTS):

@@ -248,7 +248,8 @@ async def test_damage_in_the_middle_of_the_log_is_refused(tmp_path: Path) -> Non
     with DcpdProcess(tmp_path / "data") as server:
         segment = await newest_segment(server)
         data = bytearray(segment.read_bytes())
-        data[written_bytes(bytes(data)) // 2] ^= 1
+        middle = written_bytes(bytes(data)) // 2
+        data[middle : middle + 400] = bytes(400)
         segment.write_bytes(data)
         refused = run_dcpd("--data", str(server.data))
         assert refused.returncode == 4

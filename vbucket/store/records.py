@@ -49,6 +49,8 @@ TABLES: Final = (
     META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
 )  # fmt: skip
 """The tables of a store's KvEnv."""
+RECORD_TABLES: Final = (META_TABLE, FAILOVER_TABLE, STATE_TABLE)
+"""Those that are small: a start reads all of them."""
 
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"

@@ -58,6 +58,7 @@ from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.model.receipt import DiscardDamagedError
 from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.rows_copy import ROWS_FILE_NAME
 
 _DAMAGE: Final = (
     ClusterRefusedError,
@@ -202,7 +203,7 @@ def _discarded(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
 
 def _strays(folder: Path, prefix: str) -> Iterator[NotRead]:
     """Yield the files of log and store that are none of theirs; the rest is checked."""
-    known = {MARK_NAME, DATA_FILE_NAME, SUMS_FILE_NAME, _LMDB_LOCK}
+    known = {MARK_NAME, DATA_FILE_NAME, SUMS_FILE_NAME, ROWS_FILE_NAME, _LMDB_LOCK}
     for path in sorted(folder.iterdir()):
         if path.name not in known and not SEGMENT_NAME.match(path.name):
             yield _not_read(f"{prefix}{path.name}")

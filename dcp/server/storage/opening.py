@@ -39,7 +39,7 @@ from vbucket.log.device_files import FileLogDevice, sync_folder
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
-from vbucket.store.records import TABLES, CleanEnd, NodeRecord
+from vbucket.store.records import RECORD_TABLES, TABLES, CleanEnd, NodeRecord
 
 if TYPE_CHECKING:
     from dcp.server.config.settings import Settings
@@ -275,6 +275,7 @@ class Storage:
             )
             try:
                 self.store.end(clean_end)
+                self.env.copy_rows(RECORD_TABLES)
             except (StoreFullError, StoreFailedError) as error:
                 return str(error)
             return ""

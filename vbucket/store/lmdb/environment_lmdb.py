@@ -33,6 +33,7 @@ from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.lmdb_pages import Meta, PageReader
 from vbucket.store.lmdb.meta_pages import MetaPages
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME, KnownSums
+from vbucket.store.lmdb.rows_copy import write_rows
 from vbucket.store.lmdb.sums_writer import SumsWriter, put_header_back
 
 if TYPE_CHECKING:
@@ -370,6 +371,8 @@ class LmdbEnv:
             self._metas = MetaPages(self._file.path)
             self._sums = SumsWriter(folder)
             self._kept: KeptRows = {}
+            self._copied = 0
+            """The transaction of which `rows.copy` was written."""
             self._writes_alone = False
             """Whether no other process writes, since `keep_rows`."""
             # If there is no room, the first write tries it again.
@@ -455,6 +458,22 @@ class LmdbEnv:
                     key: bytes(value[: ROW_IN_LEAF_MAX + 1]) for key, value in rows
                 }
         return self._kept
+
+    def copy_rows(self, tables: Sequence[str] = ()) -> None:
+        """Write a copy of the rows that are kept, or of those of these tables as they are now, for
+        the next start; nothing if that copy is there.
+        """
+        with suppress(StoreDamagedError, StoreFailedError):
+            state = self._file.newest()
+            if state.transaction == self._copied:
+                return
+            reader = self._file.reader(state)
+            rows = {
+                table: {key: bytes(value) for key, value in reader.range(table, b"\0")}
+                for table in tables
+            }
+            write_rows(self._folder, state, rows or self._kept)
+            self._copied = state.transaction
 
     def _keep(self, written: list[tuple[str, bytes, bytes | None]]) -> None:
         for table, key, value in written:

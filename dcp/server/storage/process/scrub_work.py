@@ -35,9 +35,10 @@ from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
 from vbucket.store.lmdb.page_sums import KnownSums
-from vbucket.store.records import FAILOVER_TABLE, META_TABLE, STATE_TABLE
+from vbucket.store.lmdb.rows_copy import read_rows
+from vbucket.store.records import RECORD_TABLES
 
-_RECORDS: Final = frozenset({META_TABLE, FAILOVER_TABLE, STATE_TABLE})
+_RECORDS: Final = frozenset(RECORD_TABLES)
 _AT_RECORDS: Final = ScrubPlace(0, b"\1")
 """At the first record, past the look at the whole file: a start does that itself."""
 PIECE_S: Final = 0.01
@@ -87,6 +88,7 @@ class ScrubWork(ScrubPieces):
             # Checksums of another state would call sound pages damaged.
             pages.sums.check_age(pages.sums.transaction, pages.newest().transaction)
             pages.follow()
+            self._kept = read_rows(folder, pages.newest())
             damages += self._all_from(_AT_RECORDS, _RECORDS)
         return damages
 
@@ -101,6 +103,7 @@ class ScrubWork(ScrubPieces):
 
     def met_at_start(self, vb_id: int | None) -> list[Damage]:
         """Mend a partition in which a start met damage (None: all); return what was mended."""
+        self._kept = {}  # the start may have written
         if vb_id is not None:
             self.mend_partition(vb_id)
         else:

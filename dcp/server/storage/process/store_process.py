@@ -70,9 +70,7 @@ from vbucket.store.lmdb.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.store.lmdb.page_sums import KnownSums
 from vbucket.store.records import (
     BY_SEQNO_TABLE,
-    FAILOVER_TABLE,
-    META_TABLE,
-    STATE_TABLE,
+    RECORD_TABLES,
     TABLES,
     put_failover,
 )
@@ -393,8 +391,10 @@ class StoreWork:
         slice_pages: int = SLICE_PAGES,
         kept: KeptRows | None = None,
         by_heart: KnownSums | None = None,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._env = env
+        self._after_commit = after_commit
         self._log_folder = log_folder
         self._packets = packets or Packets()
         self._rests = rests or Rests()
@@ -418,6 +418,7 @@ class StoreWork:
         finally:
             for *_, named in request.get("loads", ()):
                 self._packets.forget(number for _, number in named)
+        self._after_commit()
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> tuple[MergeReport, float]:
@@ -543,9 +544,10 @@ def main(arguments: list[str]) -> None:
     log_folder = log_path(data_path)
     work = StoreWork(
         env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages,
-        kept=env.keep_rows((STATE_TABLE, FAILOVER_TABLE, META_TABLE)),
-        by_heart=env.by_heart,
+        kept=env.keep_rows(RECORD_TABLES),
+        by_heart=env.by_heart, after_commit=env.copy_rows,
     )  # fmt: skip
+    env.copy_rows()
     _serve(work.handle, packets, rests)
     env.close()
 
