@@ -311,6 +311,9 @@ class BatchReader:
                     self._check_newest(iteration)
                     self._piece_start = stop
                 if source.asks and stop == self._piece_start and stop < len(batch.items):
+                    if marks and self._held:
+                        yield []  # `cuts` hands out what it holds back of earlier batches
+                        self._check_newest(iteration)
                     await self._settle(source, batch, stop)
                     self._check_newest(iteration)
             if batch.closed is None:

@@ -168,7 +168,8 @@ class Supervisor:
         if event.from_seqno:
             decided = await decide_rollback(self.options.on_rollback, event, batch.positions[vb_id])
         if self.options.held is not None and not decided.position.seqno:
-            decided = await self._by_differences(self.options.held, decided, batch)
+            following = [item.vb_id for item in batch.items[at:] if isinstance(item, Rollback)]
+            decided = await self._by_differences(self.options.held, decided, batch, following)
         batch.items[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
 
@@ -177,9 +178,11 @@ class Supervisor:
         if self._resync is not None:
             self._resync.forget({item.vb_id for item in piece})
 
-    async def _by_differences(self, held: Held, decided: Decided, batch: Batch) -> Decided:
+    async def _by_differences(
+        self, held: Held, decided: Decided, batch: Batch, following: list[int]
+    ) -> Decided:
         """Compare a partition that would begin at 0 with what is held of it. Where that cannot be
-        done, it begins at 0.
+        done, it begins at 0. `following`: partitions that are likely to be next.
         """
         back = decided.event
         assert isinstance(back, Rollback)
@@ -188,12 +191,12 @@ class Supervisor:
                 self._placement.address, held, batch.collections or DEFAULT_ONLY,
                 self.options.connect_timeout_s,
             )  # fmt: skip
-        waiting = set(self._held)
+        waiting = dict.fromkeys((*following, *self._held))
         for session in self._placement.sessions.values():
-            waiting.update(session.core.streams.held())
+            waiting |= dict.fromkeys(session.core.streams.held())
         before = self._resync.received_bytes
         try:
-            found = await self._resync.partition(back.vb_id, sorted(waiting))
+            found = await self._resync.partition(back.vb_id, waiting)
         except DcpdError as error:
             LOG.warning("%s: partition %d is read from 0: %s", self.name, back.vb_id, error)
             return decided

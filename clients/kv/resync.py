@@ -67,9 +67,9 @@ class Resync:
         self._collection_ids = tuple(collection_ids)
         self._timeout_s = timeout_s
         self._reader: HashReader | None = None
-        self._ahead: dict[int, Found] = {}
+        self._ahead: dict[int, tuple[float, Found]] = {}
+        """Partition -> when it was found, and what."""
         self._window = 1
-        self._good_until_s = 0.0
 
     @property
     def received_bytes(self) -> int:
@@ -88,21 +88,21 @@ class Resync:
 
     async def partition(self, vb_id: int, waiting: Iterable[int] = ()) -> Found | None:
         """Return what differs of a partition. None: its history branches again and again, so begin
-        at 0. `waiting`: others that will be asked for, whose events are processed or come first.
+        at 0. `waiting`: others that will be asked for, in this order if possible.
 
         Raises what reading raises (DcpdError), ValueError for what cannot be held.
         """
         for _ in range(ATTEMPTS):
             now_s = asyncio.get_running_loop().time()
-            if now_s >= self._good_until_s:
-                self._ahead.clear()
-            found = self._ahead.pop(vb_id, None)
-            if found is None:
-                vb_ids = [vb_id, *(each for each in waiting if each != vb_id)][: self._window]
-                self._window = min(4 * self._window, PARTITIONS_AT_ONCE)
-                self._good_until_s = now_s + AHEAD_S
-                self._ahead = await self._compared(vb_ids)
-                found = self._ahead.pop(vb_id, None)
+            at_s, found = self._ahead.pop(vb_id, (now_s, None))
+            if found is not None and now_s - at_s < AHEAD_S:
+                return found
+            others = (each for each in waiting if each != vb_id and each not in self._ahead)
+            vb_ids = [vb_id, *others][: self._window]
+            self._window = min(4 * self._window, PARTITIONS_AT_ONCE)
+            for each, what in (await self._compared(vb_ids)).items():
+                self._ahead[each] = now_s, what
+            _, found = self._ahead.pop(vb_id, (now_s, None))
             if found is not None:
                 return found
         return None

@@ -12,7 +12,7 @@ DCP_EXPIRATION packets in `Chunk.data`, in ascending order (`clients.streaming.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,10 +30,12 @@ from dcp.wire.xattrs import (
     xattrs_text,
 )
 
-OPS: Final = ("set", "delete", "expire", "rollback", "cut")
+OPS: Final = ("set", "delete", "expire", "rollback", "cut", "compared", "gone")
 """Values of the column `op`."""
 ROLLBACK: Final = OPS.index("rollback")
 CUT: Final = OPS.index("cut")
+COMPARED: Final = OPS.index("compared")
+GONE: Final = OPS.index("gone")
 _REMOVALS: Final[dict[int, str]] = {Opcode.DCP_DELETION: "delete", Opcode.DCP_EXPIRATION: "expire"}
 _OP_OF: Final = np.array([OPS.index(_REMOVALS.get(code, "set")) for code in range(256)], np.int8)
 _MUTATION_EXTRAS_BYTES: Final = 31
@@ -277,6 +279,27 @@ def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> 
         "op": [OPS[ROLLBACK]] * len(rollbacks),
     }
     nothing = [None] * len(rollbacks)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(told.get(field.name, nothing), field.type) for field in schema], schema=schema
+    )
+
+
+def compared_batch(
+    vb_id: int, end_seqno: int, path: str, gone: Sequence[tuple[bytes, str]], schema: pa.Schema
+) -> pa.RecordBatch:
+    """Return the row that says that a partition was compared with the table at `path`, and those of
+    keys that are gone, each with the name of its collection.
+    """
+    count = len(gone)
+    keys = [path.encode(), *(key for key, _ in gone)]
+    told = {
+        "vb": [vb_id] * (1 + count),
+        "seqno": [end_seqno] * (1 + count),
+        "op": [OPS[COMPARED], *[OPS[GONE]] * count],
+        "key": text_or_bytes(pa.array(keys, pa.binary()), schema.field("key").type).to_pylist(),
+        "collection": [None, *(name for _, name in gone)],
+    }
+    nothing = [None] * (1 + count)
     return pa.RecordBatch.from_arrays(
         [pa.array(told.get(field.name, nothing), field.type) for field in schema], schema=schema
     )

@@ -7,6 +7,7 @@ at which the version began. Optional parts follow:
     complete=A-B,...   ranges with a complete state; default: from `base` to the seqno
     base=N             nothing below N was read (the query started at "latest", a time or a seqno)
     rollback=R         the batch that ends here starts with a rollback to R
+    compared=N         the partition was compared with the table (`clients.spark.plan`)
 Partitions at seqno 0 are left out. Two more members are
 
     "collections": "scope.a,scope.b"    the query's collections; older versions did not write it
@@ -46,6 +47,9 @@ class Entry(NamedTuple):
     position: Position = Position()
     rollback_to: int | None = None
     """The seqno to which that batch rolls back first; None: no rollback."""
+    compared: int = 0
+    """1: the table may be ahead, by what a comparison read; 2: not any more, if the batch that ends
+    here was read as planned; 0: it is not."""
 
     @property
     def seqno(self) -> int:
@@ -64,11 +68,12 @@ def entry_at(
     complete: Ranges = (),
     base_seqno: int = 0,
     rollback_to: int | None = None,
+    compared: int = 0,
 ) -> Entry:
     """Return the entry of a query that has everything up to `seqno`, the end of a snapshot."""
     led_here = trimmed(versions, seqno) if seqno else ()
     ranges = thinned(complete or ((base_seqno, seqno),))
-    return Entry(Position(led_here, seqno, seqno, seqno, ranges, base_seqno), rollback_to)
+    return Entry(Position(led_here, seqno, seqno, seqno, ranges, base_seqno), rollback_to, compared)
 
 
 def trimmed(versions: Versions, seqno: int) -> Versions:
@@ -101,6 +106,8 @@ def encode(entry: Entry) -> str:
         parts.append(f"base={position.base_seqno}")
     if entry.rollback_to is not None:
         parts.append(f"rollback={entry.rollback_to}")
+    if entry.compared:
+        parts.append(f"compared={entry.compared}")
     return " ".join(filter(None, parts))
 
 
@@ -116,18 +123,22 @@ def decode(text: str) -> Entry:
     told: dict[str, str] = {}
     for part in parts:
         name, _, value = part.partition("=")
-        if name not in {"complete", "base", "rollback"} or not value:
-            raise ValueError(f"{text!r}: {part!r} is not complete=, base= or rollback=")
+        if name not in {"complete", "base", "rollback", "compared"} or not value:
+            raise ValueError(f"{text!r}: {part!r} is not complete=, base=, rollback= or compared=")
         told[name] = value
     base, rollback = told.get("base", "0"), told.get("rollback")
     if not _is_number(base) or (rollback is not None and not _is_number(rollback)):
         raise ValueError(f"{text!r}: base and rollback must be seqnos")
+    compared = told.get("compared", "0")
+    if compared not in {"0", "1", "2"}:
+        raise ValueError(f"{text!r}: compared must be 1 or 2")
     complete = _ranges(told["complete"], text) if "complete" in told else ((int(base), seqno),)
     if seqno and not versions:
         raise ValueError(f"{text!r} has no version")
     return Entry(
         Position(versions, seqno, seqno, seqno, complete, int(base)),
         None if rollback is None else int(rollback),
+        int(compared),
     )
 
 

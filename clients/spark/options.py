@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
@@ -70,6 +71,8 @@ class SourceSettings:
     from_replicas: bool = False
     consistent: bool = False
     """Batches end at consistent cuts."""
+    table: str = ""
+    """The table that the query keeps with `apply_changes`; "": none to compare with."""
 
     @property
     def schema(self) -> str:
@@ -141,6 +144,8 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         )
     if found.get("consistent"):
         _check_consistent(found)
+    if found.get("table"):
+        _check_table(found, is_batch=is_batch)
     defaults = SourceSettings(())
     if "partitions" in found:
         _check_start(found.get("startingOffsets"), found["partitions"])
@@ -157,6 +162,7 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         xattrs=found.get("xattrs", False),
         from_replicas=found.get("fromReplicas", False),
         consistent=found.get("consistent", False),
+        table=found.get("table", ""),
         value_format=value_format,
         value_schema=value_schema,
         key_format=found.get("keyFormat", "binary"),
@@ -179,6 +185,24 @@ def _check_consistent(found: Mapping[str, Any]) -> None:
         raise OptionError(
             "options consistent and startingOffsets: only what begins at the earliest change is a"
             " state of the store; leave out startingOffsets"
+        )
+
+
+def _check_table(found: Mapping[str, Any], *, is_batch: bool) -> None:
+    """Refuse what a query that compares with its table cannot have."""
+    if is_batch:
+        raise OptionError(
+            "option table works with streams only: spark.read has no table that it keeps"
+        )
+    if found.get("xattrs"):
+        raise OptionError(
+            "options table and xattrs: documents that differ from the table come without XATTRs;"
+            " leave one of them out"
+        )
+    if found.get("startingOffsets", "earliest") != "earliest":
+        raise OptionError(
+            "options table and startingOffsets: only a table that begins at the earliest change"
+            " has all documents; leave out startingOffsets"
         )
 
 
@@ -325,6 +349,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _table(text: str) -> str:
+    if "://" not in text and not Path(text).is_absolute():
+        raise ValueError("executors have other working folders: name it from / on")
+    return text.rstrip("/") if "://" in text else str(Path(text))
+
+
 def _columns(text: str) -> str:
     check_columns(_text(text))
     return text
@@ -360,6 +390,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "xattrs": ("true or false", _boolean),
     "fromReplicas": ("true or false", _boolean),
     "consistent": ("true or false", _boolean),
+    "table": ("the path of the table of apply_changes, absolute, or its URL", _table),
 }
 """Name -> (description of the accepted values, parser)."""
 

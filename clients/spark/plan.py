@@ -9,6 +9,11 @@ Invariants
 - the end of a batch is a state that the server can still produce: it is not below the purge seqno
   or the history floor, unless the partition is already there;
 - a rollback goes to the seqno where the histories part, or to a complete state of the query below;
+- a partition that would begin at 0 is compared with the table instead, if there is one (option
+  `table`). That finds its state at a seqno of its own, at or above the planned end. So a branch
+  might undo something of it without being below the end: until the table is at an end again
+  (`Entry.compared`), a new version is reason enough to compare again, and no older state is
+  complete;
 - `steps_between` depends only on the two offsets. So a repeated batch gets the same plan, whatever
   happened on the server meanwhile. The reader finds out what is still available.
 """
@@ -66,6 +71,8 @@ class PlanStep(NamedTuple):
     end_seqno: int
     end_versions: Versions
     rollback_to: int | None = None
+    compares: bool = False
+    """Compare the partition with the table instead."""
 
 
 class Start(NamedTuple):
@@ -75,6 +82,7 @@ class Start(NamedTuple):
     entry: Entry
     position: Position
     rollback: GoneBack | None
+    compares: bool = False
 
     @property
     def least(self) -> int:
@@ -83,9 +91,22 @@ class Start(NamedTuple):
         return max(seqno, min(max(facts.history_floor, facts.purge_seqno), facts.high_seqno))
 
 
-def start_of(entry: Entry, facts: PartitionFacts) -> Start:
-    """Return where a partition continues, by the same rule that the server uses."""
+def start_of(
+    entry: Entry, facts: PartitionFacts, *, compares: bool = False, is_lost: bool = False
+) -> Start:
+    """Return where a partition continues, by the same rule that the server uses.
+
+    `compares`: if it would begin at 0, it is compared with the table. `is_lost`: it is, too, if it
+    has no entry: the table has documents, and the query none yet.
+    """
     at = entry.position
+    has_branched = bool(entry.compared) and facts.versions[0] not in at.versions[:1]
+    if has_branched or (compares and is_lost and entry == NOTHING):
+        if compares and facts.high_seqno:
+            return Start(facts, entry, Position(), None, compares=True)
+        why = "a new version began after a comparison" if has_branched else "it has no entry"
+        anew = GoneBack(facts.vb_id, at.seqno, 0, at.versions, facts.versions, why)
+        return Start(facts, entry, Position(), anew)
     question = Question(at.seqno, at.vb_uuid, at.seqno, at.seqno, at.versions)
     decision = decide(question, facts.log, facts.high_seqno, facts.purge_seqno)
     if decision.rollback_seqno is None:
@@ -97,7 +118,8 @@ def start_of(entry: Entry, facts: PartitionFacts) -> Start:
     gone_back = GoneBack(
         facts.vb_id, at.seqno, back.seqno, at.versions, facts.versions, decision.reason
     )
-    return Start(facts, entry, position, gone_back)
+    compares = compares and not back.seqno and bool(facts.high_seqno)
+    return Start(facts, entry, position, gone_back, compares)
 
 
 def next_entries(
@@ -107,26 +129,37 @@ def next_entries(
     history: bool,
     rows_max: int | None = None,
     targets: Mapping[int, int] | None = None,
+    compares: bool = False,
+    is_lost: bool = False,
 ) -> tuple[dict[int, Entry], list[GoneBack]]:
-    """Return where the next batch ends, and the partitions that it rolls back.
+    """Return where the next batch ends, and the partitions that it rolls back. `compares` and
+    `is_lost`: see `start_of`.
 
     `rows_max`: maximum number of changes, shared fairly between partitions. A snapshot that the
     server can only send as a whole is not split. `targets`: seqnos above which nothing is read
     (Trigger.AvailableNow). Partitions that are missing in the survey stay where they are.
     """
-    starts = [start_of(entries.get(facts.vb_id, NOTHING), facts) for facts in survey]
+    starts = [
+        start_of(entries.get(facts.vb_id, NOTHING), facts, compares=compares, is_lost=is_lost)
+        for facts in survey
+    ]
     wants = {}
     for start in starts:
         vb_id, high = start.facts.vb_id, start.facts.high_seqno
         most = high if targets is None else min(high, targets.get(vb_id, 0))
         wants[vb_id] = max(most, start.least) - start.position.seqno
-    granted = wants if rows_max is None else shared(starts, wants, rows_max)
+    granted = dict(wants)
+    if rows_max is not None:  # comparisons do not count: they read what differs
+        streamed = [start for start in starts if not start.compares]
+        some = {start.facts.vb_id: wants[start.facts.vb_id] for start in streamed}
+        granted |= shared(streamed, some, rows_max)
     result = dict(entries)
     for start in starts:
         vb_id = start.facts.vb_id
         end_seqno = start.position.seqno + granted[vb_id]
         result[vb_id] = _end_of(start, end_seqno, history=history)
-    return result, [start.rollback for start in starts if start.rollback is not None]
+    gone_back = [start.rollback for start in starts if start.rollback is not None]
+    return result, [each for each in gone_back if each.from_seqno]
 
 
 def are_at(
@@ -147,17 +180,39 @@ def are_at(
 def _end_of(start: Start, end_seqno: int, *, history: bool) -> Entry:
     """Return the entry of a partition at a batch's end."""
     position, facts = start.position, start.facts
-    if start.rollback is None and end_seqno == position.seqno:
-        versions = trimmed(facts.versions, end_seqno) if end_seqno else ()
-        if versions == position.versions:
-            return start.entry
+    is_same = start.rollback is None and not start.compares and end_seqno == position.seqno
+    if is_same and (start.entry.compared or _has_versions(start, end_seqno)):
+        return start.entry
+    compared = _compared_after(start, end_seqno)
+    rollback_to = start.rollback.to_seqno if start.rollback else None
+    if compared:
+        return entry_at(
+            end_seqno, facts.versions, complete=((end_seqno, end_seqno),),
+            rollback_to=0 if start.compares else rollback_to, compared=compared,
+        )  # fmt: skip
     complete: Ranges = position.complete
     if end_seqno > position.seqno:
         complete = _complete_after(position, end_seqno, facts.history_floor, history=history)
     return entry_at(
         end_seqno, facts.versions, complete=complete, base_seqno=position.base_seqno,
-        rollback_to=start.rollback.to_seqno if start.rollback else None,
+        rollback_to=rollback_to,
     )  # fmt: skip
+
+
+def _has_versions(start: Start, end_seqno: int) -> bool:
+    """Whether a partition that stays where it is has the server's versions."""
+    versions = trimmed(start.facts.versions, end_seqno) if end_seqno else ()
+    return versions == start.position.versions
+
+
+def _compared_after(start: Start, end_seqno: int) -> int:
+    """Return how the table is at the end of a batch (`Entry.compared`)."""
+    if start.compares:
+        return 1
+    before = start.entry.compared
+    if start.rollback is not None or before in {0, 2}:
+        return 0
+    return 2 if end_seqno == start.facts.high_seqno else 1
 
 
 def _complete_after(position: Position, end_seqno: int, floor: int, *, history: bool) -> Ranges:
@@ -234,11 +289,9 @@ def steps_between(start: Offset, end: Offset) -> list[PlanStep]:
             seqno, versions = began, trimmed(after.position.versions, began) if began else ()
         if seqno == after.seqno and after.rollback_to is None:
             continue
-        steps.append(
-            PlanStep(
-                int(name), seqno, versions, after.seqno, after.position.versions, after.rollback_to
-            )
-        )
+        step = PlanStep(int(name), seqno, versions, after.seqno, after.position.versions)
+        compares = after.rollback_to == 0 and after.compared == 1
+        steps.append(step._replace(rollback_to=after.rollback_to, compares=compares))
     return steps
 
 

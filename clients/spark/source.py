@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -32,11 +32,12 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from clients.errors import DcpdError, HistoryBranchedError, TemporaryError
-from clients.spark.columns import cut_batch, record_batch, rollback_batch
+from clients.spark.columns import compared_batch, cut_batch, record_batch, rollback_batch
+from clients.spark.compare import Differing, compare
 from clients.spark.cut import DrawnCut, draw_cut
 from clients.spark.environment import warn_about_workers
 from clients.spark.fetch import fetch
-from clients.spark.fetch_core import Arrived
+from clients.spark.fetch_core import Arrived, StreamGoneError
 from clients.spark.offset import (
     COLLECTIONS,
     CUT,
@@ -57,6 +58,7 @@ from clients.spark.plan import (
     steps_between,
     tasks_of,
 )
+from clients.spark.sink.table_copy import has_documents
 from clients.spark.survey import PATIENCE_S, Survey
 from clients.spark.values import value_parser
 
@@ -150,6 +152,16 @@ class _Planner:
                 )
         return {**entries_of(told), **_based(numbers, facts)}
 
+    def next_entries(
+        self, entries: Mapping[int, Entry], facts: Sequence[PartitionFacts], **limits: Any
+    ) -> tuple[dict[int, Entry], list[GoneBack]]:
+        """Return where the next batch ends, and the partitions that it rolls back."""
+        table = self.settings.table
+        return next_entries(
+            entries, facts, history=self.settings.history, compares=bool(table),
+            is_lost=bool(table) and not entries and has_documents(table), **limits,
+        )  # fmt: skip
+
     def draw(self) -> DrawnCut:
         """Return the next cut, when all partitions are active."""
         self.survey.high_seqnos(all_of_them=True)  # its error names those that are not
@@ -162,11 +174,10 @@ class _Planner:
 
         `drawn`: the cut to take, if the server can still stream up to it.
         """
-        history = self.settings.history
         for _ in range(DRAWS_MAX):
             cut = drawn or self.draw()
             facts = self.survey.facts(all_of_them=True)
-            ends, gone_back = next_entries(entries, facts, history=history, targets=cut.seqnos)
+            ends, gone_back = self.next_entries(entries, facts, targets=cut.seqnos)
             if are_at(cut.positions, ends, facts):
                 return ends, gone_back, cut.time
             drawn = None
@@ -347,8 +358,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen = {fact.vb_id: fact.high_seqno for fact in facts}
         self._seen_at_s = now_s
         entries = entries_of(start)
-        history = self._settings.history
-        ends, gone_back = next_entries(entries, facts, history=history, targets=self._targets)
+        ends, gone_back = self._planner.next_entries(entries, facts, targets=self._targets)
         if gone_back and self._settings.fails_on_rollback:
             raise _branched(gone_back)
         self._latest = self._offset_of(ends, start)
@@ -357,8 +367,8 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return self._latest
         rows_max = self._rows_max(start, self._latest, limit)
         if rows_max is not None:
-            ends, _ = next_entries(
-                entries, facts, history=history, targets=self._targets, rows_max=rows_max
+            ends, _ = self._planner.next_entries(
+                entries, facts, targets=self._targets, rows_max=rows_max
             )
         return self._offset_of(ends, start)
 
@@ -382,7 +392,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             bytes_max = limit.max_bytes
         if rows_max is not None:
             limits.append(rows_max)
-        steps = steps_between(start, end)
+        steps = [step for step in steps_between(start, end) if not step.compares]
         if bytes_max is not None and steps:
             row_bytes = self._planner.survey.row_bytes(
                 steps,
@@ -401,14 +411,24 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
     names = None
     if settings.collections is not None:
         names = dict(zip(task.collection_ids, settings.collections, strict=True))
-    arriving = _Arriving(
-        fetch(
-            settings.servers, task.steps,
-            history=settings.history, xattrs=settings.xattrs, collection_ids=task.collection_ids,
-            from_replicas=settings.from_replicas,
-        )
-    )  # fmt: skip
+    steps = [step for step in task.steps if not step.compares]
+    are_exact = True
     try:
+        for each in _compared(task, steps):
+            if each.changes is not None:
+                yield record_batch(each.changes, arrow, parse, names)
+            gone = [(key, (names or {}).get(number, "")) for number, key in each.gone]
+            yield compared_batch(each.step.vb_id, each.step.end_seqno, settings.table, gone, arrow)
+            are_exact = are_exact and each.seqno == each.step.end_seqno
+            for arrived in _fetched(task, [each.rest] if each.rest else ()):
+                if arrived.rollbacks:
+                    raise StreamGoneError(
+                        "the server rolled back below what a comparison has read",
+                        vb_id=each.step.vb_id,
+                    )
+                if arrived.changes is not None:
+                    yield record_batch(arrived.changes, arrow, parse, names)
+        arriving = _Arriving(_fetched(task, steps))
         for arrived in arriving:
             if arrived.rollbacks:
                 if settings.fails_on_rollback or is_batch:
@@ -417,11 +437,32 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
             if arrived.changes is not None:
                 yield record_batch(arrived.changes, arrow, parse, names)
         if settings.consistent:
-            if is_batch and not arriving.is_exact:
+            are_exact = are_exact and arriving.is_exact
+            if is_batch and not are_exact:
                 raise _cut(None)
-            yield cut_batch(task.cut_time if arriving.is_exact else 0, arrow)
+            yield cut_batch(task.cut_time if are_exact else 0, arrow)
     except DcpdError as error:
         raise _with_hint(error) from error
+
+
+def _compared(task: ReadTask, left: list[PlanStep]) -> Iterator[Differing]:
+    """Yield in what partitions of a task differ from the table, of those that are compared with it.
+    Those that have to be read from 0 are added to `left`.
+    """
+    settings = task.settings
+    collections = settings.collections or (DEFAULT_COLLECTION,)
+    ids = dict(zip(collections, task.collection_ids, strict=True))
+    compares = [step for step in task.steps if step.compares]
+    return compare(settings.servers, compares, settings.table, ids, left)
+
+
+def _fetched(task: ReadTask, steps: Sequence[PlanStep]) -> Generator[Arrived, None, bool]:
+    settings = task.settings
+    return fetch(
+        settings.servers, steps,
+        history=settings.history, xattrs=settings.xattrs, collection_ids=task.collection_ids,
+        from_replicas=settings.from_replicas,
+    )  # fmt: skip
 
 
 class _Arriving:

@@ -318,6 +318,20 @@ async def test_a_rollback_is_decided_after_what_is_before_it():
     assert (cut.time, cut.events[0].reason) == (70, "decided")
 
 
+async def test_what_earlier_batches_had_is_returned_before_it():
+    """Also if the rollback begins a batch: a mirror is compared with what it holds then."""
+    streams = Follow(asks=True)
+    back = Rollback(1, 0, 0, 2, "branch")
+    reader = reader_of(
+        streams, batch_of(mutation(1)), batch_of(mutation(2)), batch_of(back), closed(time=70)
+    )
+    cuts = reader.cuts(streams, None)
+    first = await anext(cuts)
+    assert ([event.seqno for event in first.events], streams.settled) == ([1, 2], [])
+    cut = await anext(cuts)
+    assert (cut.time, cut.events[0].reason, streams.settled) == (70, "decided", [0])
+
+
 def apply(documents, journal, cut):
     for change in cut.changes:
         match change:

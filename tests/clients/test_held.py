@@ -220,6 +220,20 @@ def test_only_documents_of_what_differs_are_sent() -> None:
 STRANGER = next(key for key in (b"%d" % n for n in range(99)) if vbucket_of(key, PARTITIONS) != VB)
 
 
+def test_hidden_keys_are_no_differences() -> None:
+    """A ServerCheckpoint is in the server's documents, and its consumer does not see it."""
+    node, app = node_with_collections(), Application()
+    node.connect().set(VB, b"_dcpd:checkpoint", b"1")
+    apply(node, ("set", 0, 2), PREFIXES[ORDERS])
+    app.rows[VB, 0, KEYS[5]] = (5, 1, b"gone")
+    resync = Resync(ADDRESS, app, FOLLOWED, 5.0)
+    resync._reader = HashReader(PeerLink(node), 5.0)  # type: ignore[arg-type]
+    found = asyncio.run(resync.partition(VB))
+    assert found is not None
+    event = differences_of(found, Rollback(VB, 0, 0, 9, "test"), (b"_dcpd:",))
+    assert sorted(each.key for each in event.changed) == sorted(KEYS[:2])
+
+
 class Fixed(Held):
     """What is given."""
 

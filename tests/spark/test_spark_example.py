@@ -45,7 +45,7 @@ def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
 def test_the_code_on_the_first_page(spark, dcpd, tmp_path, capsys):
     page = (ROOT / "docs" / "spark.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     with dcpd.connect() as kv:
         kv.set(b"ada", b"lovelace")
     names: dict = {}

@@ -64,6 +64,8 @@ class Query:
     def __init__(self, spark, server, folder: Path, kind: str, options: dict[str, str]) -> None:
         self.spark, self.server, self.kind, self.options = spark, server, kind, options
         self.path, self.checkpoint = str(folder / "table"), folder / "checkpoint"
+        if "table" in options:
+            self.options = {**options, "table": self.path}
         self.folder = folder
         self.runs = 0
         self.failed = 0
@@ -207,6 +209,27 @@ def purge(query: Query, load: Workload) -> None:
     query.before = purge_some
 
 
+def purge_and_compare(query: Query, load: Workload) -> None:
+    """Deletions that the query has not seen are gone before it plans: it compares."""
+    load.write(60)
+    purge(query, load)
+    query.before()
+    purge(query, load)
+    query.before()
+    query.before = lambda: None
+
+
+def compare_and_branch(query: Query, load: Workload) -> None:
+    """History branches above the end of a batch that compares, and below what it reads."""
+    purge_and_compare(query, load)
+
+    def branch() -> None:
+        load.write(60)
+        load.branch(8)
+
+    query.after = branch
+
+
 def compact(query: Query, load: Workload) -> None:
     """What was replaced is gone between plan and read, and deletions too: floors are above ends."""
 
@@ -232,6 +255,12 @@ AT_THE_EDGES = (
 A server that is gone, or a batch that fails early, is the same for all."""
 
 
+COMPARING = (
+    purge_and_compare, forget_commit_and_branch, compare_and_branch, fail_after_and_branch,
+    compare_and_branch, branch_before_reading, purge_and_compare, branch_twice_before_reading,
+)  # fmt: skip
+
+
 @pytest.mark.crash
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -245,8 +274,9 @@ A server that is gone, or a batch that fails early, is the same for all."""
             (compact, *AT_THE_EDGES, compact),
         ),
         ("delta", {"numPartitions": "2"}, AT_THE_EDGES),
+        ("parquet", {"table": "its own"}, COMPARING),
     ],
-    ids=["parquet", "parquet-deduplicated", "delta"],
+    ids=["parquet", "parquet-deduplicated", "delta", "parquet-compared"],
 )
 def test_the_table_equals_the_server_whatever_happens(
     spark, dcpd, tmp_path, kind, options, troubles
@@ -264,5 +294,9 @@ def test_the_table_equals_the_server_whatever_happens(
     query.run()
     assert query.failed == sum("fail_" in trouble.__name__ for trouble in troubles)
     assert load.branches >= 20
-    history = options.get("history") != "false"
+    # The log of a partition that was compared begins anew.
+    history = options.get("history") != "false" and "table" not in options
     assert table_differences(spark, dcpd, query.path, kind=kind, history=history) == []
+    if "table" in options:
+        offsets = [file.read_text() for file in (query.checkpoint / "offsets").glob("[0-9]*")]
+        assert any("compared=" in text for text in offsets)

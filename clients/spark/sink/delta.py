@@ -23,7 +23,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -44,7 +45,9 @@ from clients.spark.sink.rules import (
     check_kept,
     cut_partitions,
     cuts_of,
+    filled,
     identities,
+    is_compared,
     is_one_of,
     owner_after,
     verdict,
@@ -81,8 +84,8 @@ def apply_batch(
     tables = _Tables(path, dict(options), buckets, writer)
     tables.own()
     try:
-        if batch.num_rows:
-            _apply(batch, tables)
+        for part in tables.parts(batch, path):
+            _apply(part, tables)
         if at.time:
             tables.name_cut(at.time)
         return at
@@ -142,6 +145,28 @@ class _Tables:
         if not DeltaTable.is_deltatable(path, self._options):
             return None
         return DeltaTable(path, storage_options=self._options)
+
+    def parts(self, batch: pa.Table, path: str) -> Iterator[pa.Table]:
+        """Yield a batch as it is applied: whole, or bucket by bucket if partitions were compared.
+        Then the documents of one bucket are in memory.
+        """
+        if not batch.num_rows:
+            return
+        if not is_compared(batch):
+            yield batch
+            return
+        numbers = pc.unique(self._bucketed(batch)["bucket"]).to_pylist()
+        schema = batch.schema.remove(batch.schema.get_field_index("op"))
+        for number in sorted(numbers):
+            part = batch.filter(pc.equal(self._bucketed(batch)["bucket"], number))
+            if is_compared(part):
+                table, held = self._open(self._current_path), schema.empty_table()
+                if table is not None:
+                    dataset = table.to_pyarrow_dataset()
+                    in_reach = ds.field("bucket") == number
+                    held = dataset.to_table(columns=schema.names, filter=in_reach).cast(schema)
+                part = filled(part, held, name_of(path))
+            yield part
 
     def high(self) -> dict[int, int]:
         """Return the highest seqno in the log by vbucket."""
@@ -248,6 +273,11 @@ class _Tables:
         return rows.append_column("bucket", numbers)
 
 
+def name_of(path: str) -> str:
+    """Return the path of a table as the source's option `table` has it."""
+    return path.rstrip("/") if "://" in path else str(Path(path).absolute())
+
+
 def _metadata(high: Mapping[int, int], more: Mapping[str, str] | None = None) -> CommitProperties:
     text = json.dumps({str(vb_id): high[vb_id] for vb_id in sorted(high)})
     return CommitProperties(custom_metadata={HIGH: text, **(more or {})})
@@ -265,6 +295,11 @@ def versions_of_cuts(path: str, options: Mapping[str, str]) -> dict[int, dict[st
             cut = json.loads(commit[CUT])
             found[cut["time"]] = {"changes": commit["version"], "current": cut["current"]}
     return dict(sorted(found.items()))
+
+
+def has_table(path: str) -> bool:
+    """Whether there is a table of documents at a path."""
+    return DeltaTable.is_deltatable(f"{path.rstrip('/')}/current")
 
 
 def rows_of(path: str, table: str, options: Mapping[str, str], as_of: int | None = None) -> Any:

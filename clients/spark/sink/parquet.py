@@ -45,7 +45,9 @@ from clients.spark.sink.rules import (
     check_kept,
     cut_partitions,
     cuts_of,
+    filled,
     identities,
+    is_compared,
     is_one_of,
     owner_after,
     verdict,
@@ -226,9 +228,11 @@ def apply_to_bucket(
 ) -> Outcome:
     """Write the bucket's files after a batch, durably; return their names."""
     before = manifest.files.get(number, Bucket())
+    folder = _Folder(files, number)
+    if is_compared(batch):
+        batch = filled(batch, _documents(folder, before, batch.schema), str(files.path))
     cuts = cuts_of(batch)
     undone = cut_partitions(cuts, manifest.high)
-    folder = _Folder(files, number)
     logs = before.changes
     changes = changes_in(batch)
     dead = kept = changes.slice(0, 0)
@@ -249,6 +253,12 @@ def apply_to_bucket(
     kept_files = {current, *(file.name for file in bucket.changes)}
     folder.sync(kept_files)
     return Outcome(bucket, _high(cuts), tuple(sorted(folder.written - kept_files)))
+
+
+def _documents(folder: _Folder, bucket: Bucket, schema: pa.Schema) -> pa.Table:
+    """Return the documents of a bucket, as `current` has them."""
+    schema = schema.remove(schema.get_field_index("op"))
+    return folder.read(bucket.current, schema) if bucket.current else schema.empty_table()
 
 
 def _high(cuts: Cuts) -> dict[int, int]:

@@ -52,6 +52,46 @@ def without_cuts(rows: pa.Table) -> pa.Table:
     return rows.filter(pc.not_equal(rows["op"], "cut"))
 
 
+def is_compared(rows: pa.Table) -> bool:
+    """Whether a batch has partitions that were compared with the table (option `table`)."""
+    return bool(pc.any(pc.equal(rows["op"], "compared")).as_py())
+
+
+def filled(batch: pa.Table, current: pa.Table, path: str) -> pa.Table:
+    """Return a batch as if each compared partition had been read from 0: with the documents of
+    `current` that are the server's. `current`: at least the documents of these partitions.
+
+    A document keeps its seqno, unless that is of another history and above the batch's end: it must
+    be below all that later batches cut off. Raises DcpdError for a comparison with another table.
+    """
+    compared = batch.filter(pc.equal(batch["op"], "compared"))
+    tables = set(compared["key"].cast(pa.string()).to_pylist())
+    if tables != {path}:
+        raise DcpdError(
+            f"the source compares with {', '.join(sorted(tables))}, and this table is {path}",
+            hint="Use the same path in the source's option table and in apply_changes.",
+        )
+    ends = dict(zip(compared["vb"].to_pylist(), compared["seqno"].to_pylist(), strict=True))
+    vb_ids = pa.array(list(ends), pa.int32())
+    limits = pa.array(list(ends.values()), pa.int64())
+    told = batch.filter(pc.not_equal(batch["op"], "compared"))
+    others = told.filter(pc.is_in(told["vb"], value_set=vb_ids))
+    kept = current.filter(pc.is_in(current["vb"], value_set=vb_ids))
+    kept = kept.filter(pc.invert(is_one_of(kept, identities(others))))
+    limit = limits.take(pc.index_in(kept["vb"], vb_ids).combine_chunks())
+    at = kept.column_names.index("seqno")
+    kept = kept.set_column(at, "seqno", pc.min_element_wise(kept["seqno"], limit))
+    kept = kept.append_column("op", pa.array(["set"] * kept.num_rows, pa.string()))
+    nothing = [None] * len(ends)
+    backs = {"vb": vb_ids, "seqno": [0] * len(ends), "op": ["rollback"] * len(ends)}
+    rollbacks = pa.table(
+        [pa.array(backs.get(field.name, nothing), field.type) for field in batch.schema],
+        schema=batch.schema,
+    )
+    left = told.filter(pc.not_equal(told["op"], "gone"))
+    return pa.concat_tables([rollbacks, kept.select(batch.column_names).cast(batch.schema), left])
+
+
 def check_kept(as_of: int, kept: Sequence[int], path: str, hint: str) -> None:
     """Raise DcpdError that names what is missing if a table has not kept a cut.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 
 from clients.errors import DcpdError
 from clients.kv.differences import RowsCopy
-from clients.spark.sink.parquet import files_of
+from clients.spark.sink.parquet import MANIFEST, files_of
 from vbucket.native.key_hashes import Row, RowForm
 
 DEFAULT_COLLECTION: Final = "_default._default"
@@ -20,6 +21,39 @@ _VERSION: Final = Struct(">QQ")
 """CAS and revision."""
 _FORM: Final = RowForm(0, b"", 0, 8)
 _COLUMNS: Final = ("vb", "key", "cas", "revision")
+
+
+def has_documents(path: str) -> bool:
+    """Whether there is a table at a path, with documents. Raises DcpdError if it cannot be read."""
+    if "://" in path or (Path(path) / "current" / "_delta_log").is_dir():
+        from clients.spark.sink.delta import has_table
+
+        return has_table(path)
+    return (Path(path) / MANIFEST).is_file() and bool(files_of(Path(path), "current"))
+
+
+def versions_in(
+    path: str, as_of: int | None = None, vb_ids: Collection[int] | None = None
+) -> pa.Table:
+    """Return partition, key, CAS, revision, and the collection if there is one, of the documents of
+    a table. `vb_ids`: of these partitions only. Raises DcpdError.
+    """
+    some = None if vb_ids is None else pc.field("vb").isin(list(vb_ids))
+    if "://" in path or (Path(path) / "current" / "_delta_log").is_dir():
+        from clients.spark.sink.delta import rows_of
+
+        rows = rows_of(path, "current", {}, as_of)
+        rows = rows if some is None else rows.filter(some)
+    else:
+        files = files_of(Path(path).absolute(), "current", as_of)
+        if not files:
+            raise DcpdError(f"the table at {path} has no documents yet")
+        names = pq.read_schema(files[0]).names
+        columns = [name for name in (*_COLUMNS, "collection") if name in names]
+        rows = pa.concat_tables(
+            pq.read_table(file, columns=columns, filters=some, partitioning=None) for file in files
+        )
+    return rows.select([*_COLUMNS, *({"collection"} & {*rows.column_names})])
 
 
 class TableCopy(RowsCopy):
@@ -30,7 +64,7 @@ class TableCopy(RowsCopy):
     def __init__(self, path: str, as_of: int | None = None) -> None:
         """Raises DcpdError, also if the table has not kept the cut."""
         super().__init__(path if as_of is None else f"{path}@{as_of}", 0, _FORM)
-        rows = self._documents(Path(path), as_of)
+        rows = versions_in(path, as_of)
         has_collections = "collection" in rows.column_names
         self._only = None if has_collections else 0
         """The collection of all rows, which is the default one; None: each row says its own."""
@@ -44,18 +78,6 @@ class TableCopy(RowsCopy):
                 for at, name in enumerate(sorted(names))
             }
         self.partitions_seen = 1 + (pc.max(rows["vb"]).as_py() or 0)
-
-    def _documents(self, path: Path, as_of: int | None) -> pa.Table:
-        if (path / "current" / "_delta_log").is_dir():
-            from clients.spark.sink.delta import rows_of
-
-            rows = rows_of(str(path), "current", {}, as_of)
-        else:
-            files = files_of(path.absolute(), "current", as_of)
-            if not files:
-                raise DcpdError(f"the table at {path} has no documents yet")
-            rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-        return rows.select([*_COLUMNS, *({"collection"} & {*rows.column_names})])
 
     async def close(self) -> None:
         """Nothing is open."""
