@@ -86,7 +86,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
-    "a start mends what checksums prove": Feature(4, 460),
+    "a start mends what checksums prove": Feature(3, 470),
     "small files of a data folder are kept twice, and mended": Feature(2, 500),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
 }
