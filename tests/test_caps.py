@@ -87,7 +87,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
     "freed memory stays for the next large value": Feature(0, 30),
-    "a start mends what checksums prove": Feature(4, 460),
+    "a start mends what checksums prove": Feature(3, 470),
     "small files of a data folder are kept twice, and mended": Feature(2, 500),
     "a consumer gets in what it differs": Feature(1, 390),
     "a copy that was compacted less mends a block": Feature(0, 60),

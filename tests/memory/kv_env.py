@@ -156,6 +156,9 @@ class MemoryEnv:
         """See KvEnv."""
         return []
 
+    def copy_rows(self, tables: Sequence[str] = ()) -> None:
+        """See KvEnv."""
+
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
         names = self.tables if tables is None else tables

@@ -31,8 +31,8 @@ from dcp.server.storage.waiters import CommitWaiters
 from support.cluster_here import until
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.log.kept_groups import KeptGroups
 from vbucket.log.record import LogDamagedError
+from vbucket.log.writer import KeptGroups
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.upkeep.merge import MergeReport, merge

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 from vbucket.log.device import SEGMENT_HEADER_BYTES, LogDevice
 from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, pack_mark, read_marks
-from vbucket.log.kept_groups import KeptGroups
 from vbucket.log.record import (
     RECORD,
     RECORD_BYTES,
@@ -35,6 +34,7 @@ from vbucket.log.record import (
     scan_segment,
     written_bytes,
 )
+from vbucket.log.writer import KeptGroups
 
 
 class RecoveredGroup(NamedTuple):

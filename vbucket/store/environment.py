@@ -169,6 +169,11 @@ class KvEnv(Protocol):
         transaction. Raises StoreFailedError.
         """
 
+    def copy_rows(self, tables: Sequence[str] = ()) -> None:
+        """Write a copy of the rows of small tables for the next start: of those that this process
+        keeps in memory, or of these. Without room for it there is none.
+        """
+
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """Return the bytes that these tables (None: all) take, without free pages."""
 

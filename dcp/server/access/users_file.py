@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 import google_crc32c
 
 from dcp.server.files import TWIN_SUFFIX
-from dcp.server.files.kept_twice import NEW_SUFFIX, NEWEST_SUFFIX, twin_of, write_kept
+from dcp.server.files.kept_twice import NEW_SUFFIX, NEWEST_SUFFIX, write_kept
 from dcp.session.access.rights import Rights, Role, Scope
 from dcp.session.access.scram import HASH_NAMES, ScramKeys
 
@@ -122,7 +122,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 def stamps_of(path: Path) -> tuple[object, object]:
     """Return what changes with the file of users, and with its twin."""
-    return stamp_of(path), stamp_of(twin_of(path))
+    return stamp_of(path), stamp_of(path.with_name(path.name + TWIN_SUFFIX))
 
 
 def file_text(content: UsersContent) -> bytes:

@@ -23,7 +23,6 @@ from typing import Final
 from vbucket.check.finding import Kind
 from vbucket.check.scrub import Damage
 from vbucket.log.end_mark import read_marks
-from vbucket.log.kept_groups import KeptGroups, SegmentContent
 from vbucket.log.log_flips import Patch, patches_of
 from vbucket.log.segment_files import (
     read_mark_slots,
@@ -32,6 +31,7 @@ from vbucket.log.segment_files import (
     segment_path,
     segments_in,
 )
+from vbucket.log.writer import KeptGroups, SegmentContent
 
 BLOCK_BYTES: Final = 4096
 """Of a disk, and of memory."""

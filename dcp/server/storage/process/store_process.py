@@ -391,10 +391,8 @@ class StoreWork:
         slice_pages: int = SLICE_PAGES,
         kept: KeptRows | None = None,
         by_heart: KnownSums | None = None,
-        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._env = env
-        self._after_commit = after_commit
         self._log_folder = log_folder
         self._packets = packets or Packets()
         self._rests = rests or Rests()
@@ -418,7 +416,7 @@ class StoreWork:
         finally:
             for *_, named in request.get("loads", ()):
                 self._packets.forget(number for _, number in named)
-        self._after_commit()
+        self._env.copy_rows()
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> tuple[MergeReport, float]:
@@ -545,7 +543,7 @@ def main(arguments: list[str]) -> None:
     work = StoreWork(
         env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages,
         kept=env.keep_rows(RECORD_TABLES),
-        by_heart=env.by_heart, after_commit=env.copy_rows,
+        by_heart=env.by_heart,
     )  # fmt: skip
     env.copy_rows()
     _serve(work.handle, packets, rests)
