@@ -370,7 +370,7 @@ def test_a_run_ends_at_one_moment_of_the_server(ctl, server, archive):
     def move():
         with SyncKv(server.address) as kv:
             held = dict.fromkeys(accounts, 100)
-            for count, (first, second) in enumerate(cycle(permutations(accounts, 2))):
+            for count, (first, second) in enumerate(cycle(permutations(accounts, 2)), 2):
                 held[first], held[second] = held[first] - 1, held[second] + 1
                 with kv.batch() as batch:
                     for key in (first, second):
@@ -388,6 +388,8 @@ def test_a_run_ends_at_one_moment_of_the_server(ctl, server, archive):
     with SyncKv(server.address) as kv:
         for key in accounts:
             kv.set(key, b"100")
+        for key in ("cut:first", "cut:second"):  # a run may come before the mover
+            kv.set(key, b"1")
     mover = threading.Thread(target=move)
     mover.start()
     try:
