@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from struct import Struct
 from typing import Final, NamedTuple
 
 from clients.errors import DcpdError
@@ -28,7 +29,7 @@ from vbucket.native.key_hashes import (
 
 PARTITIONS_AT_ONCE: Final = 64
 """Partitions whose buckets and keys are in memory at a time."""
-_U64_BYTES: Final = 8
+_U64: Final = Struct(">Q")
 
 Wanted = Mapping[int, tuple[int, bytes]]
 """Partition -> bits, and a byte for each of 2^bits buckets: 1 if it is wanted."""
@@ -152,9 +153,7 @@ def hashes_of(rows: list[Row], form: RowForm) -> KeyHashes:
 def version_of(row: Row, form: RowForm) -> KeyVersion:
     """Return a row as a key and its version."""
     key, value = row
-    cas, rev = (
-        int.from_bytes(value[at : at + _U64_BYTES], "big") for at in (form.cas_at, form.rev_at)
-    )
+    (cas,), (rev,) = _U64.unpack_from(value, form.cas_at), _U64.unpack_from(value, form.rev_at)
     return KeyVersion(key[form.prefix_at + len(form.prefix) :], cas, 0, rev)
 
 
@@ -169,17 +168,14 @@ def compared(
     vb_id: int, first: Iterable[KeyVersion], second: Iterable[KeyVersion]
 ) -> list[Difference]:
     """Return in what two lists of versions differ, by key."""
-    ours = {version.key: version for version in first}
     theirs = {version.key: version for version in second}
-    return [
-        Difference(vb_id, key, one, two)
-        for key in sorted(ours.keys() | theirs.keys())
-        if _mark(one := ours.get(key)) != _mark(two := theirs.get(key))
-    ]
-
-
-def _mark(version: KeyVersion | None) -> tuple[int, int] | None:
-    return None if version is None else (version.cas, version.rev_seqno)
+    found = []
+    for one in first:
+        two = theirs.pop(one.key, None)
+        if two is None or (one.cas, one.rev_seqno) != (two.cas, two.rev_seqno):
+            found.append(Difference(vb_id, one.key, one, two))
+    found += [Difference(vb_id, key, None, two) for key, two in theirs.items()]
+    return sorted(found, key=lambda each: each.key)
 
 
 def _other_number(what: str) -> NotComparableError:

@@ -96,21 +96,31 @@ def told(answer: Frame) -> Told:
 
 def versions_in(value: bytes) -> list[KeyVersion]:
     """Return the keys and versions of an answer. Raises ValueError."""
-    return [version for version, _, _ in _read(value, has_content=False)]
+    found, at, end = [], 0, len(value)
+    key_bytes, numbers = _KEY_BYTES.unpack_from, _VERSION.unpack_from
+    try:
+        while at < end:  # inlined: there are many, and a call for each would double the cost
+            start = at + _KEY_BYTES.size
+            at = start + key_bytes(value, at)[0]
+            found.append(KeyVersion(value[start:at], *numbers(value, at)))
+            at += _VERSION.size
+    except StructError as error:
+        raise _cut_short(value) from error
+    return found
 
 
 def documents_in(value: bytes) -> list[SentDocument]:
     """Return the documents of an answer. Raises ValueError."""
     found = []
-    for version, at, end in _read(value, has_content=True):
+    for version, at, end in _documents(value):
         flags, expiry_s, datatype, _ = _CONTENT.unpack_from(value, at)
         body = value[at + _CONTENT.size : end]
         found.append(SentDocument(version, flags, expiry_s, datatype, body))
     return found
 
 
-def _read(value: bytes, *, has_content: bool) -> Iterator[tuple[KeyVersion, int, int]]:
-    """Yield each key and version, and where what follows it begins and ends."""
+def _documents(value: bytes) -> Iterator[tuple[KeyVersion, int, int]]:
+    """Yield each key and version, and where its content begins and ends."""
     at = 0
     try:
         while at < len(value):
@@ -118,13 +128,17 @@ def _read(value: bytes, *, has_content: bool) -> Iterator[tuple[KeyVersion, int,
             at = start + _KEY_BYTES.unpack_from(value, at)[0]
             version = KeyVersion(value[start:at], *_VERSION.unpack_from(value, at))
             at += _VERSION.size
-            end = at + (_CONTENT.size + _CONTENT.unpack_from(value, at)[3] if has_content else 0)
+            end = at + _CONTENT.size + _CONTENT.unpack_from(value, at)[3]
             yield version, at, end
             at = end
     except StructError as error:
-        raise ValueError(f"an answer of {len(value)} bytes is cut short") from error
+        raise _cut_short(value) from error
     if at != len(value):
-        raise ValueError(f"an answer of {len(value)} bytes is cut short")
+        raise _cut_short(value)
+
+
+def _cut_short(value: bytes) -> ValueError:
+    return ValueError(f"an answer of {len(value)} bytes is cut short")
 
 
 def numbers_in(value: bytes, form: Struct, most: int) -> Sequence[int]:

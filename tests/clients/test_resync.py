@@ -36,7 +36,7 @@ from clients.mirror.mirror_state import MemoryStore, MirrorStore, counted, take
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.frame import Frame
-from dcp.wire.hash_reads import KeyVersion
+from dcp.wire.hash_reads import KeyVersion, pack_version, versions_in
 from support.memory_node import MemoryNode
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import VbState
@@ -156,6 +156,14 @@ def test_a_server_that_lies_is_not_believed(what: str) -> None:
     link.send_batch = lie  # type: ignore[method-assign]
     with pytest.raises(ConnectError, match=r"not the one that was asked|cut short|endless"):
         asyncio.run(resync_of(link, store).partition(VB))
+
+
+def test_an_answer_that_is_cut_short_is_refused() -> None:
+    one = pack_version(KeyVersion(b"key", 1, 2, 3))
+    assert versions_in(2 * one) == 2 * [KeyVersion(b"key", 1, 2, 3)]
+    for length in {*range(2 * len(one))} - {0, len(one)}:
+        with pytest.raises(ValueError, match=f"an answer of {length} bytes is cut short"):
+            versions_in((2 * one)[:length])
 
 
 # -- differences ---------------------------------------------------------------------------------

@@ -14,10 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 from spark_truth import documents_of, rows_of, server_history, table_differences
+from test_spark_cuts import SCHEMA as SOURCE_SCHEMA
+from test_spark_cuts import ParquetSink as CutSink
 from test_spark_sinks import DeltaTables, ParquetTable, table
 
 from clients import KvClient
@@ -27,6 +31,7 @@ from clients.spark import apply_changes, read_table
 from clients.spark.offset import NOTHING, Entry, entry_at, offset_of
 from clients.spark.options import OptionError, parse_options
 from clients.spark.plan import PartitionFacts, PlanStep, next_entries, start_of, steps_between
+from clients.spark.source import DcpStreamReader, read_task
 from clients.streaming.cursor import agreed_seqno
 from clients.testing import DcpServer
 
@@ -268,6 +273,49 @@ def test_options_that_cannot_go_with_a_table_are_refused(options: Any, why: str)
         parse_options({"servers": "x", **options})
     with pytest.raises(OptionError, match="streams only"):
         parse_options({"servers": "x", "table": "/t"}, is_batch=True)
+
+
+# -- tasks against a server, without Spark ---------------------------------------------------------
+
+
+def batch_of(server: DcpServer, path: Path, start: dict[str, str], later: Any = None) -> Any:
+    """Return the rows and the end of the next batch; `later` happens between plan and read."""
+    settings = parse_options(
+        {"servers": server.address, "table": str(path), "consistent": "true", "partitions": "0-63"}
+    )
+    reader = DcpStreamReader(settings, SOURCE_SCHEMA)
+    try:
+        end = reader.latestOffset(start, ReadAllAvailable())
+        tasks = reader.partitions(start, end)
+        if later is not None:
+            later()
+        parts = [part for task in tasks for part in read_task(task, SOURCE_SCHEMA, is_batch=False)]
+    finally:
+        reader.stop()
+    return pa.Table.from_batches(parts), end
+
+
+def test_a_comparison_is_at_a_cut_unless_it_went_beyond(tmp_path: Path) -> None:
+    """Then the batch is at no cut, and the next one, from the same end, is."""
+    sink = CutSink(tmp_path / "table")
+    with DcpServer(tmp_path / "data", "--partitions", "64") as server:
+        write(server, range(300), b"1")
+        rows, _ = batch_of(server, sink.path, {})
+        assert sink.apply(rows)
+        write(server, range(7), b"2")
+        rows, _ = batch_of(server, sink.path, {})
+        counts = {each["op"]: rows["op"].to_pylist().count(each["op"]) for each in rows.to_pylist()}
+        assert (counts["compared"], counts["set"]) == (64, 7)
+        assert sink.apply(rows), "nothing was written meanwhile"
+        rows, end = batch_of(server, sink.path, {}, lambda: write(server, range(9), b"3"))
+        assert sink.apply(rows) == 0
+        rows, _ = batch_of(server, sink.path, end)
+        assert "compared" not in rows["op"].to_pylist()
+        assert sink.apply(rows)
+        with server.connect() as kv:
+            current = sink.rows("current")
+            assert len(current) == 300
+            assert all(kv.get(row["key"]).value == row["value"] for row in current)
 
 
 # -- Spark -----------------------------------------------------------------------------------------
