@@ -191,6 +191,26 @@ def test_a_power_cut_while_a_copy_is_mended_loses_nothing() -> None:
                 assert content_in(disk.after(Power(), draw, share)) == NEW
 
 
+@pytest.mark.parametrize("hit", [NAME, TWIN])
+def test_a_power_cut_while_a_damaged_file_is_replaced(hit: str) -> None:
+    draw = random.Random(7)
+    for point in range(1, 16):
+        power = Power()
+        disk = ForgetfulDisk(power)
+        put_kept(in_memory(disk), NAME, OLD)
+        disk.rot(hit, draw)
+
+        def cut(_: str, power: Power = power, stop: int = power.points + point) -> None:
+            if power.points == stop:
+                raise CutError
+
+        power.on_point = cut
+        with contextlib.suppress(CutError):
+            put_kept(in_memory(disk), NAME, NEW)
+        for share in SHARES:
+            assert content_in(disk.after(Power(), draw, share)) in {OLD, NEW}
+
+
 def test_a_full_disk_changes_nothing() -> None:
     power = Power()
     disk = ForgetfulDisk(power)

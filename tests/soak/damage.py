@@ -494,12 +494,12 @@ async def _soak(cluster: DcpCluster, *, damages: int, seed: int, state: Path) ->
                 await soak.one()
             running.cancel()
             await asyncio.wait([running])
-            try:
-                async with asyncio.timeout(MENDED_S):
-                    for key in range(KEYS):
+            for key in range(KEYS):
+                try:
+                    async with asyncio.timeout(MENDED_S):
                         await load.read(key)
-            except TimeoutError:
-                soak.mistakes.append(f"key {key} is refused at the end")
+                except TimeoutError:
+                    soak.mistakes.append(f"key {key} is refused at the end")
             await asyncio.to_thread(soak.compare)
         finally:
             _keep(soak, state)

@@ -16,6 +16,7 @@ Invariants
 - a file without a seal was written by a program of before, and is taken as it is. Files of a
   cluster's identity and users are taken over a sealed twin only if that program says so
   (`.newest`): otherwise somebody has put an old copy there;
+- the only right copy of a file is never removed: a wrong one is put right before a write;
 - a write that fails before the file has its new name changes nothing; after that it counts as done;
 - one write or comparison in a folder at a time (`_turn_of`).
 """
@@ -177,6 +178,8 @@ def put_kept(disk: FolderDisk, name: str, content: bytes) -> None:
     copies = [_copy_in(disk, name, each) for each in (name, twin)]
     newest = max(0 if copy.why else copy.sequence for copy in copies)
     data = sealed(name, newest + 1, content)
+    if copies[1].sequence == newest and not copies[1].why and copies[0] != copies[1]:
+        _put(disk, name, sealed(name, newest, copies[1].content))  # before its twin goes
     try:
         for each in (name, twin):
             _write(disk, each + NEW_SUFFIX, data)
@@ -218,11 +221,16 @@ def mend_kept(
     wrong = []
     for each, why in ((name, chosen.main_why), (twin, chosen.twin_why)):
         if why:
-            _write(disk, each + NEW_SUFFIX, sealed(name, copy.sequence, copy.content))
-            disk.rename(each + NEW_SUFFIX, each)
-            disk.sync_folder()
+            _put(disk, each, sealed(name, copy.sequence, copy.content))
             wrong.append((each, why, True))
     return wrong
+
+
+def _put(disk: FolderDisk, name: str, data: bytes) -> None:
+    """Replace one copy durably."""
+    _write(disk, name + NEW_SUFFIX, data)
+    disk.rename(name + NEW_SUFFIX, name)
+    disk.sync_folder()
 
 
 def _write(disk: FolderDisk, name: str, data: bytes) -> None:

@@ -159,11 +159,13 @@ class Storage:
             for attempt in range(MENDS_MAX + 1):
                 try:
                     with contextlib.ExitStack() as parts:
-                        self._open(parts, settings, accepts_log_loss=accepts_log_loss)
+                        accepts = accepts_log_loss and attempt > 0  # nothing that can be mended
+                        self._open(parts, settings, accepts_log_loss=accepts)
                         opened.push(parts.pop_all())
                 except (LogDamagedError, StoreDamagedError, UnknownFormatError) as error:
                     mended = self._met(error, work, is_first=not attempt)
-                    if not mended or attempt == MENDS_MAX:
+                    goes_on = mended or (accepts_log_loss and not attempt)
+                    if not goes_on or attempt == MENDS_MAX:
                         raise
                     self.mended += mended
                 else:

@@ -33,6 +33,7 @@ def write_rows(folder: Path, state: Meta, rows: KeptRows) -> None:
     head = _MAGIC + google_crc32c.value(body).to_bytes(_CRC_BYTES, "big")
     path = folder / ROWS_FILE_NAME
     try:
+        path.touch(mode=0o600)
         path.write_bytes(head + body)
     except OSError:
         with suppress(OSError):
