@@ -86,7 +86,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
-    "a consumer gets in what it differs": Feature(1, 410),
+    "a consumer gets in what it differs": Feature(1, 420),
     "Spark reads in what its table differs": Feature(1, 420),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
 }
