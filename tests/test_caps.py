@@ -92,7 +92,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a copy that was compacted less mends a block": Feature(0, 60),
     "a backup of a cluster streams while it waits for its cut": Feature(0, 60),
     "mutations are validated in runs": Feature(0, 120),
-    "a consumer gets in what it differs": Feature(1, 410),
+    "a consumer gets in what it differs": Feature(1, 420),
     "Spark reads in what its table differs": Feature(1, 420),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
     "damage that was mended and comes again is asked for at once": Feature(0, 7),

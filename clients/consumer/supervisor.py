@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from clients.consumer.batch_reader import BatchReader
@@ -168,8 +168,7 @@ class Supervisor:
         if event.from_seqno:
             decided = await decide_rollback(self.options.on_rollback, event, batch.positions[vb_id])
         if self.options.held is not None and not decided.position.seqno:
-            following = [item.vb_id for item in batch.items[at:] if isinstance(item, Rollback)]
-            decided = await self._by_differences(self.options.held, decided, batch, following)
+            decided = await self._by_differences(self.options.held, decided, batch, at)
         batch.items[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
 
@@ -178,11 +177,9 @@ class Supervisor:
         if self._resync is not None:
             self._resync.forget({item.vb_id for item in piece})
 
-    async def _by_differences(
-        self, held: Held, decided: Decided, batch: Batch, following: list[int]
-    ) -> Decided:
+    async def _by_differences(self, held: Held, decided: Decided, batch: Batch, at: int) -> Decided:
         """Compare a partition that would begin at 0 with what is held of it. Where that cannot be
-        done, it begins at 0. `following`: partitions that are likely to be next.
+        done, it begins at 0.
         """
         back = decided.event
         assert isinstance(back, Rollback)
@@ -191,12 +188,9 @@ class Supervisor:
                 self._placement.address, held, batch.collections or DEFAULT_ONLY,
                 self.options.connect_timeout_s,
             )  # fmt: skip
-        waiting = dict.fromkeys((*following, *self._held))
-        for session in self._placement.sessions.values():
-            waiting |= dict.fromkeys(session.core.streams.held())
         before = self._resync.received_bytes
         try:
-            found = await self._resync.partition(back.vb_id, waiting)
+            found = await self._resync.partition(back.vb_id, self._waiting(batch, at))
         except DcpdError as error:
             LOG.warning("%s: partition %d is read from 0: %s", self.name, back.vb_id, error)
             return decided
@@ -207,6 +201,18 @@ class Supervisor:
         self.metrics.resyncs += 1
         event = differences_of(found, back, self._reader.hidden_keys)
         return Decided(event, after_differences(event, batch.collections, batch.filter))
+
+    def _waiting(self, batch: Batch, at: int) -> Iterator[int]:
+        """Yield the partitions that wait for a decision, those of the batch first. Whoever takes a
+        few of them pays for a few.
+        """
+        for index in range(at + 1, len(batch.items)):
+            if isinstance(batch.items[index], Rollback):
+                yield batch.items[index].vb_id
+        yield from self._held
+        for session in self._placement.sessions.values():
+            streams = session.core.streams
+            yield from (vb_id for vb_id in streams.followed() if streams.is_held(vb_id))
 
     # -- called by sessions --------------------------------------------------------------------
 

@@ -97,10 +97,12 @@ class Resync:
             at_s, found = self._ahead.pop(vb_id, (now_s, None))
             if found is not None and now_s - at_s < AHEAD_S:
                 return found
-            others = (each for each in waiting if each != vb_id and each not in self._ahead)
-            vb_ids = [vb_id, *others][: self._window]
+            others = (each for each in waiting if each not in self._ahead)
+            vb_ids = {vb_id: None}
+            while len(vb_ids) < self._window and (each := next(others, None)) is not None:
+                vb_ids[each] = None
             self._window = min(4 * self._window, PARTITIONS_AT_ONCE)
-            for each, what in (await self._compared(vb_ids)).items():
+            for each, what in (await self._compared(list(vb_ids))).items():
                 self._ahead[each] = now_s, what
             _, found = self._ahead.pop(vb_id, (now_s, None))
             if found is not None:

@@ -9,7 +9,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,31 @@ def test_hidden_keys_are_no_differences() -> None:
     assert found is not None
     event = differences_of(found, Rollback(VB, 0, 0, 9, "test"), (b"_dcpd:",))
     assert sorted(each.key for each in event.changed) == sorted(KEYS[:2])
+
+
+def test_who_waits_is_looked_up_only_for_what_is_read() -> None:
+    """With 1,024 partitions that wait, a list for each of them would be a million entries."""
+    node, app = node_with_collections(), Application()
+    apply(node, ("set", 0, 9), PREFIXES[0])
+    assert followed(node, app, Position())
+    resync = Resync(ADDRESS, app, FOLLOWED, 5.0)
+    link = PeerLink(node)
+    resync._reader = HashReader(link, 5.0)  # type: ignore[arg-type]
+    taken = []
+
+    def waiting() -> Iterator[int]:
+        for vb_id in (VB, 0, 0, VB):
+            taken.append(vb_id)
+            yield vb_id
+
+    assert asyncio.run(resync.partition(VB, waiting())) is not None
+    assert taken == [], "the first is read alone"
+    assert asyncio.run(resync.partition(VB, waiting())) is not None
+    assert taken == [VB, 0, 0, VB]
+    batches, taken = link.batches, []
+    found = asyncio.run(resync.partition(0, waiting()))
+    assert found is not None
+    assert (found.seqno, link.batches, taken) == (0, batches, []), "it was read ahead"
 
 
 class Fixed(Held):
