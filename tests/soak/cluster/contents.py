@@ -9,6 +9,7 @@ from typing import Final
 
 from clients.address import ServerAddress, parse_address
 from clients.consumer.consumer import Consumer
+from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Mutation
 from clients.kv.client import KvClient
 from clients.link.pipelined_link import Link
@@ -33,7 +34,10 @@ async def check_contents(
     stored = await stored_of(kv, load)
     wrong = list(_against_answers(stored, load))
     for name, view in views.items():
-        await view.caught_up(FOLLOW_S)
+        try:
+            await view.caught_up(FOLLOW_S)
+        except OperationTimeoutError:
+            wrong.append(await _behind(name, view, kv))
         wrong += different(name, _of_users(view.items()), stored)
     wrong += different(
         "a consumer from the beginning", await streamed(parse_address(cluster.everywhere())), stored
@@ -42,6 +46,24 @@ async def check_contents(
         held = await _copies(cluster, name, stored)
         wrong += different(f"node {name}", held, stored)
     return wrong
+
+
+async def _behind(name: str, view: Mirror, kv: KvClient) -> str:
+    """Return in words where a consumer stands still."""
+    high, done = await kv.get_all_vb_seqnos(), view.consumer.checkpoint()
+    behind = {vb_id: (done[vb_id].seqno if vb_id in done else 0, seqno)
+              for vb_id, seqno in high.items()}  # fmt: skip
+    behind = {vb_id: place for vb_id, place in behind.items() if place[0] < place[1]}
+    nodes = {
+        session.link.node: [
+            vb for vb, stream in session.core.streams.by_vb.items() if not stream.is_over
+        ]
+        for session in view.consumer._placement.sessions.values()
+    }
+    return (
+        f"{name} is not caught up after {FOLLOW_S:g} s (partition: where it is, and should be): "
+        f"{behind}; streams by node: {nodes}; {view.consumer.metrics.as_dict()}"
+    )
 
 
 async def stored_of(kv: KvClient, load: Load) -> dict[bytes, bytes]:
