@@ -217,6 +217,9 @@ def run(
     announcement: Announcement = IN_WORDS,
 ) -> ExitCode:
     """Run a server until it is told to stop. Return the exit code."""
+    if stale := problem():  # before anything that takes the loops
+        say(stale)
+        return ExitCode.FAILED
     from dcp.server.access.users import USERS_FILE, Users
     from dcp.server.access.users_file import UsersFileError
     from dcp.server.net.open_files import allow_open_files, within_open_files
@@ -224,8 +227,6 @@ def run(
 
     settings = resolved.settings
     try:
-        if stale := problem():
-            raise StartError(ExitCode.FAILED, stale)
         if unusable := announcement.problem():
             raise StartError(ExitCode.USAGE, unusable)
         users_file = settings.data.absolute() / USERS_FILE
