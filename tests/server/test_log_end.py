@@ -19,7 +19,7 @@ from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from support.server import DcpdProcess
 from vbucket.log.end_mark import read_marks
-from vbucket.log.record import ScannedGroup, scan_segment, written_bytes
+from vbucket.log.record import RECORD_BYTES, ScannedGroup, scan_segment, written_bytes
 from vbucket.log.segment_files import (
     MARK_NAME,
     read_mark_slots,
@@ -260,7 +260,8 @@ async def test_after_a_kill_partitions_that_may_have_lost_begin_anew(
         server.kill()
     path, groups = newest_with_groups(tmp_path / "data")
     data = bytearray(path.read_bytes())
-    data[groups[30].end + 8] ^= 1
+    for at in range(3):  # more than checksums prove
+        data[groups[30].end + RECORD_BYTES + at] ^= 0xFF
     path.write_bytes(data)
     assert "there is no good record here, but one follows" in start_refused(tmp_path / "data")
     with DcpdProcess(tmp_path / "data", "--accept-log-loss") as server:

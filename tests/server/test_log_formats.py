@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import google_crc32c
 import pytest
 
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
-from vbucket.log.device import SEGMENT_FORMAT_VERSION
+from vbucket.log.device import SEGMENT_FORMAT_VERSION, SEGMENT_HEADER_BYTES
 from vbucket.log.record import (
     RECORD_BYTES,
     pack_group,
@@ -47,6 +48,8 @@ def test_a_log_of_another_format_is_refused_by_name(tmp_path: Path, version: int
         path = segment_path(server.data / "log", segments_in(server.data / "log")[-1])
         segment = bytearray(path.read_bytes())
         segment[8:12] = version.to_bytes(4, "big")
+        crc = google_crc32c.value(bytes(segment[: SEGMENT_HEADER_BYTES - 4]))
+        segment[SEGMENT_HEADER_BYTES - 4 : SEGMENT_HEADER_BYTES] = crc.to_bytes(4, "big")
         path.write_bytes(segment)
         assert findings(server.data) == ["log"]
         found = subprocess.run(
