@@ -113,19 +113,23 @@ def left_by_compactions(
     """Yield all of these versions, and what compactions up to each seqno would leave of them.
 
     They drop versions that others have superseded, and deletions that were purged. What is newest
-    of a key, its record says.
+    of a key, its record says; of one that cannot be read nothing is dropped.
     """
+    yield list(entries)
     next_of: dict[bytes, int] = {}
     dropped_at: dict[int, int] = {}
     for entry in reversed(entries):
         if entry[OPCODE_AT] not in _DOCUMENT_OPCODES:
             continue
         key, seqno = key_of(entry), seqno_of(entry)
-        at = next_of[key] if key in next_of else _newest_seqno(mender, vb_id, key)
-        if at != seqno:
+        at: int | None = next_of.get(key)
+        if at is None:
+            with suppress(StoreDamagedError):
+                at = _newest_seqno(mender, vb_id, key)
+        if at not in {None, seqno}:
             dropped_at[seqno] = at
         next_of[key] = seqno
-    for floor in sorted({-1, *dropped_at.values()}):
+    for floor in sorted(set(dropped_at.values())):
         left = [e for e in entries if dropped_at.get(seqno_of(e), _NEVER) > floor]
         if left:
             yield left
