@@ -26,9 +26,10 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.extensions import Closed
 from clients.consumer.node_session import ConsumerSession
 from clients.consumer.saving import Saver
-from clients.consumer.streams import Batch, Closed, Item, advance
+from clients.consumer.streams import Batch, Item, advance
 from clients.event import (
     Change,
     Deletion,

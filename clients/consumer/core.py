@@ -33,11 +33,10 @@ from struct import Struct
 from types import MappingProxyType
 from typing import Final
 
-from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
+from clients.consumer.extensions import DEFAULT_ONLY, Closed, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.streams import (
     Batch,
-    Closed,
     PartitionStream,
     PartitionStreamState,
     StreamRequests,

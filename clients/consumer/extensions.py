@@ -16,7 +16,7 @@ Rules: docs/streams.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -136,3 +136,22 @@ def left_in(
             kept.append(SeqnoAdvanced(event.vb_id, event.end_seqno))
         kept.append(event)
     return kept
+
+
+class Closed:
+    """What CLOSED_TIME told: a cut, and the partitions that have reached it."""
+
+    __slots__ = ("is_whole", "round", "time", "vb_ids")
+
+    def __init__(self, time: int, round_: int, vb_ids: Iterable[int], *, is_whole: bool) -> None:
+        self.time = time
+        self.round = round_
+        """In a cluster: what nodes tell is one cut if time and round are the same."""
+        self.vb_ids = set(vb_ids)
+        self.is_whole = is_whole
+        """Whether these are all partitions that the connection follows."""
+
+    def forget(self, vb_ids: frozenset[int]) -> None:
+        """Take note that events of partitions were dropped, so that these have not reached it."""
+        self.is_whole = self.is_whole and not self.vb_ids & vb_ids
+        self.vb_ids -= vb_ids

@@ -18,8 +18,9 @@ from typing import Final, Protocol
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.extensions import Closed
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import Batch, Closed, Wanted
+from clients.consumer.streams import Batch, Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError

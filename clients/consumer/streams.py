@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Final, NamedTuple, cast
 
-from clients.consumer.extensions import Extensions
+from clients.consumer.extensions import Closed, Extensions
 from clients.consumer.options import ConsumerOptions
 from clients.errors import TEMPORARY_STATUSES, StatusError, StreamViolationError, error_from_status
 from clients.event import (
@@ -166,25 +166,6 @@ class PartitionStream(RetriedStream):
             self.advance(first, first + dense - 1, dense)
             first, count = seqnos[dense], count - dense
         self.advance(first, last, count)
-
-
-class Closed:
-    """What CLOSED_TIME told: a cut, and the partitions that have reached it."""
-
-    __slots__ = ("is_whole", "round", "time", "vb_ids")
-
-    def __init__(self, time: int, round_: int, vb_ids: Iterable[int], *, is_whole: bool) -> None:
-        self.time = time
-        self.round = round_
-        """In a cluster: what nodes tell is one cut if time and round are the same."""
-        self.vb_ids = set(vb_ids)
-        self.is_whole = is_whole
-        """Whether these are all partitions that the connection follows."""
-
-    def forget(self, vb_ids: frozenset[int]) -> None:
-        """Take note that events of partitions were dropped, so that these have not reached it."""
-        self.is_whole = self.is_whole and not self.vb_ids & vb_ids
-        self.vb_ids -= vb_ids
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,8 @@ from test_consumer_live import branch
 from test_consumer_reader import Streams, batch_of, mutation, reader_of
 
 from clients.consumer.consumer import Consumer
-from clients.consumer.streams import Closed, StallWatch
+from clients.consumer.extensions import Closed
+from clients.consumer.streams import StallWatch
 from clients.errors import DcpdError, ExistsError, StatusError
 from clients.event import Rollback, StreamFailed
 from clients.kv.batch import AtomicBatch

@@ -20,9 +20,9 @@ from typing import Any, Final
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.batch_reader import CutMeeting
 from clients.consumer.core import Batch, ConsumerCore
-from clients.consumer.extensions import DEFAULT_ONLY
+from clients.consumer.extensions import DEFAULT_ONLY, Closed
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.streams import Closed, PartitionStreamState, Wanted, advance
+from clients.consumer.streams import PartitionStreamState, Wanted, advance
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
