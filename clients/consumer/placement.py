@@ -303,6 +303,8 @@ class Placement:
         if self.topology is None:
             await self.refresh()
         while True:
+            if self.topology is None:  # a connection that streams already was lost meanwhile
+                await self._go_by_known_map()
             failure = self._assign(None)
             has_several = self.topology is not None and len(self.topology.nodes) > 1
             patience_s = OPEN_PATIENCE_S if has_several else self._connect_timeout_s
@@ -316,6 +318,13 @@ class Placement:
                     f" {self._connect_timeout_s:g} s"
                 )
             await self._look_again(deadline_s)
+
+    async def _go_by_known_map(self) -> None:
+        """Try the newest configuration once more: a newer one is asked for after that."""
+        if self.cluster.newest is None:
+            await self.refresh()
+        else:
+            self._choose()
 
     async def _settle(self, until_s: float) -> DcpdError | None:
         """Wait for all dials until a time; return the error of a failed one."""

@@ -13,6 +13,8 @@ from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.placement import Placement
+from clients.consumer.streams import Wanted
+from clients.errors import ConnectError
 
 
 @pytest.fixture
@@ -73,3 +75,25 @@ async def test_an_opening_that_is_given_up_leaves_no_connection(placement):
         await until(lambda: not good._writers)
         silent.held.set()
         await placement.close()
+
+
+async def test_opening_goes_by_the_known_map_after_a_loss(placement, monkeypatch, unused_tcp_port):
+    """A connection that streams already is lost while the others are made, and no node answers."""
+
+    async def refresh(*_, **__):
+        raise ConnectError("no node answers")
+
+    settle = placement._settle
+
+    async def settle_and_lose(until_s):
+        failure = await settle(until_s)
+        placement.cluster.topology = None
+        return failure
+
+    placement.adopt(config_of([1, unused_tcp_port], [1] * 1024), "127.0.0.1")
+    placement.wanted({0: Wanted(None)})
+    monkeypatch.setattr(placement, "refresh", refresh)
+    monkeypatch.setattr(placement, "_settle", settle_and_lose)
+    with pytest.raises(ConnectError):
+        await placement.place()
+    await placement.close()
