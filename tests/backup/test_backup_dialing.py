@@ -11,9 +11,11 @@ from clients.backup.archives.archive import create_archive
 from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
 from clients.backup.run import PAUSE_MAX_S, Backup
+from clients.consumer.batch_reader import Cut
 from clients.errors import AuthenticationError, ConnectError, TopologyError
 from clients.link.dials import Dials
 from clients.link.topology import ClusterNode, Topology
+from clients.position import Position
 
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
 NODES = tuple(ClusterNode(host, port) for host, port in (A, B, C))
@@ -192,3 +194,18 @@ async def test_the_last_node_of_a_cluster_is_no_node_alone(tmp_path, found, is_a
     await backup._refresh()
     assert backup._is_one_node is is_alone
     assert link.is_closed
+
+
+def test_a_cut_that_a_stream_goes_beyond_is_not_taken(tmp_path):
+    """The streams began while the run waited for it: the state at such a cut is lost."""
+    backup = Backup(create_archive(str(tmp_path / "archive"), 0), parse_address("a:1"))
+    backup._feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in range(3)}
+    backup._feeds[0].target, backup._feeds[1].target = 5, 7
+
+    def cut(*seqnos):
+        return Cut([], 1, {vb_id: Position(seqno=seqno) for vb_id, seqno in enumerate(seqnos)})
+
+    assert not backup._take_cut(cut(5, 6, 3))
+    assert [feed.cut_seqno for feed in backup._feeds.values()] == [None] * 3
+    assert backup._take_cut(cut(6, 7, 3))
+    assert [feed.cut_seqno for feed in backup._feeds.values()] == [6, 7, 3]

@@ -261,6 +261,38 @@ def test_a_feed_that_is_asked_for_again_keeps_its_end():
     assert asked_to(7)[1] == 7, "the end of before is gone"
 
 
+def test_what_a_cut_has_more_comes_in_another_stream():
+    """The cut was not known when the stream began. Another leg goes from its end to the cut; a cut
+    that an undone history had is given up.
+    """
+    server = Server({3: 2})
+    server.reply(3)
+    server.send(server.marker(3, 0, 2) + server.mutations(3, 1, 2) + server.end(3))
+    (feed,) = server.intake.finished
+    assert not feed.is_short
+    feed.cut_seqno = 4
+    assert feed.is_short
+    feed.go_on()
+    server.highs = {3: 9}
+    server.intake.add(feed)
+    server.intake.ask()
+    server.answer(server.intake.take_output())
+    asked = parse_stream_request(server.requests[-1].extras)
+    assert (asked.start_seqno, asked.end_seqno) == (2, 4)
+    server.reply(3)
+    server.send(server.marker(3, 2, 4) + server.mutations(3, 3, 4) + server.end(3))
+    assert not feed.is_short
+    assert [(leg.from_seqno, leg.to_seqno) for leg in feed.news()] == [(0, 2), (2, 4)]
+    feed.cut_seqno = 8
+    server.highs = {3: 5}
+    feed.go_on()
+    server.intake.add(feed)
+    server.intake.ask()
+    server.answer(server.intake.take_output())
+    assert parse_stream_request(server.requests[-1].extras).end_seqno == 5
+    assert not feed.is_short
+
+
 def test_a_rollback_without_version_lists_tries_older_versions():
     log = FAILOVER_ENTRY.pack(8, 5) + FAILOVER_ENTRY.pack(UUID, 0)
     first = Server({3: 9}, history=True)

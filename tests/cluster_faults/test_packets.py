@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.etcd_members import IS_MISSING
+from support.etcd_members import skip_without_etcd
 from tests.soak.cluster.packets import IN_USER_NAMESPACE, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,7 @@ def test_each_flow_is_held_in_its_direction_and_passes_again() -> None:
 
 
 def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> None:
-    if IS_MISSING:
-        pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+    skip_without_etcd()
     said = in_namespaces("tests.soak.cluster.packets", str(tmp_path), "1", "cut from all")
     assert "is cut off from everybody" in said
     assert " answered, " in said

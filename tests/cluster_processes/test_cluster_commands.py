@@ -19,7 +19,7 @@ from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
 from support.cluster_here import PARTITIONS
-from support.etcd_members import IS_MISSING, EtcdMembers
+from support.etcd_members import IS_MISSING, EtcdMembers, skip_without_etcd
 from support.server import STATUS, ctl, done, refused
 from support.waiting import until
 
@@ -98,8 +98,7 @@ def test_commands_make_a_cluster_that_survives_a_dead_node(
         with a.connect() as kv:
             for number in range(100):
                 kv.set(b"k%d" % number, b"v")
-        if IS_MISSING:
-            pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+        skip_without_etcd()
         a.kill()
         until(lambda: b.ask("GET", STATUS)["served_here"] == PARTITIONS)
         assert "node first" in done(b, "status")
@@ -282,8 +281,8 @@ def check_commands(folder: Path, first: str, pids: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("meta", ["embedded", "etcd"])
 def test_demo_takes_its_nodes_with_it_and_only_those_are_killed(tmp_path: Path, meta: str) -> None:
-    if meta == "etcd" and IS_MISSING:
-        pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+    if meta == "etcd":
+        skip_without_etcd()
     folder = tmp_path / "demo"
     with demo(folder, "--meta", meta) as addresses:
         assert list(addresses) == ["n1", "n2"]

@@ -247,7 +247,7 @@ def test_files_of_before_are_taken_as_they_are(tmp_path: Path) -> None:
     assert mend_folder(tmp_path, is_start=True) == []
     assert read_kept(path) == (OLD, True)
     assert path.read_bytes() == twin_of(path).read_bytes()
-    path.write_bytes(NEW)  # a program of before ran in between
+    path.write_bytes(NEW)  # an earlier version ran in between
     assert read_kept(path) == (NEW, False)
     assert mend_folder(tmp_path, is_start=True) == []
     twin_of(path).unlink()
@@ -267,7 +267,7 @@ def test_an_old_identity_is_taken_only_with_its_newest_file(tmp_path: Path) -> N
     (wrong,) = mend_folder(tmp_path, is_start=True)
     assert wrong.mended
     path.write_bytes(plain)
-    (tmp_path / NEWEST_FILE).write_text("c 6\n")  # a program of before has begun it
+    (tmp_path / NEWEST_FILE).write_text("c 6\n")  # an earlier version has begun it
     found = read_cluster_file(tmp_path)
     assert found is not None
     assert found.incarnation == 6

@@ -128,3 +128,23 @@ def test_memory_of_freed_values_is_used_again() -> None:
         return int(run.stdout)
 
     assert new_pages(keeps=False) - new_pages(keeps=True) > 50 * 1024
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from dcp.server.main import main; sys.argv = ['dcpd', '--data', sys.argv[1]]; main()",
+        """from dcp.server.storage.process.store_process import main
+main([sys.argv[1], str(os.getppid()), '0', '1048576', '4096'])""",
+    ],
+    ids=["server", "store process"],
+)
+def test_both_processes_keep_freed_memory(tmp_path: Path, start: str) -> None:
+    code = (
+        "import os, sys\nfrom dcp.server.storage import memory_share\n"
+        f"memory_share.keep_freed_memory = lambda: os._exit(77)\n{start}"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "data")], capture_output=True, check=False
+    )
+    assert run.returncode == 77, run.stderr

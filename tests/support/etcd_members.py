@@ -34,6 +34,13 @@ from support.embedded_store import UNKNOWN_DEADLINE_S, LoopHarness
 from support.waiting import until
 
 IS_MISSING = shutil.which("etcd") is None
+NO_ETCD: Final = "the command etcd is missing (sudo apt-get install etcd-server)"
+
+
+def skip_without_etcd() -> None:
+    """Skip a test that needs etcd where it is not installed."""
+    if IS_MISSING:
+        pytest.skip(NO_ETCD)
 
 
 def free_ports(count: int) -> list[int]:
@@ -50,8 +57,7 @@ class EtcdMembers:
     """One or several members on loopback. Nothing is synced: tests cut no power."""
 
     def __init__(self, folder: Path, count: int = 1, options: tuple[str, ...] = ()) -> None:
-        if IS_MISSING:
-            pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+        skip_without_etcd()
         self.folder = folder
         # One member needs no patience with others, and starts sooner.
         heartbeat_ms, election_ms = ("10", "100") if count == 1 else ("50", "500")

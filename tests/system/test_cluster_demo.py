@@ -27,7 +27,7 @@ from couchbase.exceptions import (
 from clients import MutationResult, vbucket_of
 from clients.link.topology import single_node
 from support.cluster_here import PARTITIONS, ClusterHere
-from support.etcd_members import IS_MISSING
+from support.etcd_members import IS_MISSING, NO_ETCD
 from support.waiting import until, until_so
 from tests.soak.cluster import replicas
 
@@ -41,9 +41,7 @@ TABLE_ROW = re.compile(
 )
 
 pytestmark = [pytest.mark.crash, pytest.mark.foreign]
-needs_etcd = pytest.mark.skipif(
-    IS_MISSING, reason="the command etcd is missing (sudo apt-get install etcd-server)"
-)
+needs_etcd = pytest.mark.skipif(IS_MISSING, reason=NO_ETCD)
 
 
 def command(*arguments: str) -> list[str]:

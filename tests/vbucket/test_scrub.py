@@ -7,10 +7,12 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import google_crc32c
 import pytest
@@ -36,15 +38,16 @@ from vbucket.check.mend import (
     put_leaf,
     put_versions,
 )
-from vbucket.check.relist import RELISTED
+from vbucket.check.relist import RELISTED, left_by_compactions
 from vbucket.check.scrub import AREAS, Damage, LogScrub, ScrubPlace, TableScrub, segment_to_scrub
 from vbucket.engine.partition import VbState
 from vbucket.log.device import pack_segment_header
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import pack_group
+from vbucket.model.entry import seqno_of
 from vbucket.model.flipped_bit import bit_of
 from vbucket.model.manifest import INITIAL_MANIFEST
-from vbucket.store.block import Block, build_blocks
+from vbucket.store.block import Block, block_key, build_blocks
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPageReader
@@ -351,20 +354,35 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 
+class Compacted(NamedTuple):
+    """A store with a partition of one block, and that partition's versions."""
+
+    store: Path
+    versions: list[bytes]
+    left: list[bytes]
+    """Those that compaction has left."""
+
+
+@contextmanager
+def compacted(floor: int, order: list[int], value_bytes: int) -> Iterator[Compacted]:
+    """Keys 0 to 3 have as many versions each. Key 3 ends with a deletion, which may be purged."""
+    with TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        numbers = [at % 4 for at in order]
+        yield Compacted(store, *_compacted(store, floor, numbers, value_bytes=value_bytes))
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 60), st.permutations(range(60)))
 def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[int]) -> None:
-    """Keys 0 to 3 have 15 versions each. Those of key 3 end with a deletion, perhaps purged."""
-    with TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        entries, left = _compacted(store, floor, [at % 4 for at in order], value_bytes=900)
+    with compacted(floor, order, 900) as (store, versions, left):
         before = pairs_in(store, BY_SEQNO_TABLE)
         (key,) = before
         overwrite(store, min(layout_of(store)[BY_SEQNO_TABLE].large), "zeros")
         file = PageFile(store)
         with PageMender(file) as mender:
             assert put_versions(mender, key, left[1:]) == ""
-            assert put_versions(mender, key, entries) == FROM_COPY
+            assert put_versions(mender, key, versions) == FROM_COPY
         file.close()
         assert pairs_in(store, BY_SEQNO_TABLE) == before
 
@@ -372,22 +390,37 @@ def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[in
 @settings(max_examples=20)
 @given(st.integers(0, 20), st.permutations(range(20)))
 def test_a_copy_that_was_compacted_less_mends_a_list(floor: int, order: list[int]) -> None:
-    with TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        entries, left = _compacted(store, floor, [at % 4 for at in order], value_bytes=8)
-        before = pairs_in(store, BY_SEQNO_TABLE)
-        (key,) = before
+    with compacted(floor, order, 8) as (store, versions, left):
         (leaf,) = layout_of(store)[BY_SEQNO_TABLE].leaves
         overwrite(store, leaf, "zeros")
         file = PageFile(store)
         with PageMender(file) as mender:
+            key = block_key(3, 1)
             (lacking,) = lacking_in(mender, key)
             assert put_leaf(mender, key, {lacking.key: left[1:]}) == ""
-            assert put_leaf(mender, key, {lacking.key: entries})
+            assert put_leaf(mender, key, {lacking.key: versions})
         file.close()
-        assert [Block(*each).seqnos for each in pairs_in(store, BY_SEQNO_TABLE).items()] == [
-            Block(*each).seqnos for each in before.items()
-        ]
+        (found,) = pairs_in(store, BY_SEQNO_TABLE).items()
+        assert list(Block(*found).seqnos) == [seqno_of(entry) for entry in left]
+
+
+def test_what_many_compactions_left_is_made_only_where_it_fits() -> None:
+    """Another node may send many small versions: each compaction is not tried by itself."""
+    entries = [
+        pack_mutation(vb_id=3, key=b"\0k", value=b"", cas=at, seqno=at, rev_seqno=1, epoch=1)
+        for at in range(1, 20_001)
+    ]
+    asked: list[int] = []
+
+    def fits(count: int, _size_bytes: int) -> bool:
+        asked.append(count)
+        return count == 7
+
+    row = by_key_items(b"\0\3", [b"\0k"], [entries[-1]])[0][1]
+    mender = SimpleNamespace(get=lambda *_: row)
+    (found,) = left_by_compactions(cast("PageMender", mender), 3, entries, fits)
+    assert found == entries[-7:]
+    assert asked == list(range(20_000, 0, -1))
 
 
 def _compacted(

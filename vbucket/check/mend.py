@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -33,7 +34,7 @@ from vbucket.check.relist import RELISTED, Given, Lacking, left_by_compactions, 
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.flipped_bit import unflipped
 from vbucket.model.manifest import Manifest, collection_of
-from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, may_have_size
 from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX
@@ -157,7 +158,8 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
         by_seqno = {seqno_of(entry): entry for entry in entries}
         own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
-        for taken in left_by_compactions(mender, vb_id, own):
+        fits = partial(may_have_size, place.size)
+        for taken in left_by_compactions(mender, vb_id, own, fits):
             made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
             is_like_it = len(made) == 1 and made[0][0] == key and len(made[0][1]) == place.size
             if is_like_it and mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):

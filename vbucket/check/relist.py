@@ -15,12 +15,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.model.entry import OPCODE_AT, key_of, seqno_of
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
 from vbucket.store.environment import StoreDamagedError
@@ -33,6 +35,7 @@ from vbucket.store.store import StoreView
 RELISTED: Final = "its blocks were found again, each following the one before"
 _WHOLE: Final = 1 << 62
 _NEVER: Final = 1 << 64
+_floor_of: Final = itemgetter(0)
 _DOCUMENT_OPCODES: Final = frozenset(
     {int(Opcode.DCP_MUTATION), int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)}
 )
@@ -108,14 +111,32 @@ def _rows(
 
 
 def left_by_compactions(
-    mender: PageMender, vb_id: int, entries: Sequence[bytes]
+    mender: PageMender, vb_id: int, entries: Sequence[bytes], fits: Callable[[int, int], bool]
 ) -> Iterator[list[bytes]]:
-    """Yield all of these versions, and what compactions up to each seqno would leave of them.
+    """Yield all of these versions, and what compactions up to each seqno would leave of them, as
+    far as that fits. `fits`: whether there may be so many versions, with so many bytes of frames.
 
     They drop versions that others have superseded, and deletions that were purged. What is newest
-    of a key, its record says; of one that cannot be read nothing is dropped.
+    of a key, its record says; of one that cannot be read nothing is dropped. What is dropped only
+    grows with the seqno, so what is left is counted, and made only where it fits: the versions are
+    as many as another node sends.
     """
-    yield list(entries)
+    count, size_bytes = len(entries), sum(map(len, entries)) - PREFIX_BYTES * len(entries)
+    if fits(count, size_bytes):
+        yield list(entries)
+    dropped_at = _dropped_at(mender, vb_id, entries)
+    dropped = ((at, entry) for entry in entries if (at := dropped_at.get(seqno_of(entry), -1)) >= 0)
+    for floor, some in groupby(sorted(dropped, key=_floor_of), key=_floor_of):
+        for _, entry in some:
+            count, size_bytes = count - 1, size_bytes - len(entry) + PREFIX_BYTES
+        if count and fits(count, size_bytes):
+            yield [each for each in entries if dropped_at.get(seqno_of(each), _NEVER) > floor]
+
+
+def _dropped_at(mender: PageMender, vb_id: int, entries: Sequence[bytes]) -> dict[int, int]:
+    """Return from which seqno on compactions drop versions, by the seqno of each; those that they
+    keep are not in it.
+    """
     next_of: dict[bytes, int] = {}
     dropped_at: dict[int, int] = {}
     for entry in reversed(entries):
@@ -126,13 +147,10 @@ def left_by_compactions(
         if at is None:
             with suppress(StoreDamagedError):
                 at = _newest_seqno(mender, vb_id, key)
-        if at not in {None, seqno}:
+        if at is not None and at != seqno:
             dropped_at[seqno] = at
         next_of[key] = seqno
-    for floor in sorted(set(dropped_at.values())):
-        left = [e for e in entries if dropped_at.get(seqno_of(e), _NEVER) > floor]
-        if left:
-            yield left
+    return dropped_at
 
 
 def _newest_seqno(mender: PageMender, vb_id: int, key: bytes) -> int:
@@ -148,9 +166,8 @@ def _as_many(mender: PageMender, vb_id: int, entries: Sequence[bytes], count: in
     """Return what is left of versions by the compaction that leaves so many. Raises ValueError if
     none does, StoreDamagedError.
     """
-    for left in left_by_compactions(mender, vb_id, entries):
-        if len(left) == count:
-            return left
+    for left in left_by_compactions(mender, vb_id, entries, lambda found, _: found == count):
+        return left
     raise ValueError(f"partition {vb_id} had {count} versions there, and {len(entries)} came")
 
 

@@ -90,6 +90,11 @@ def described_in(value: bytes) -> tuple[int, int]:
     return BLOCK_HEADER_BYTES + count * (24 if flags & _HAS_SEQNOS else 16) + body_bytes, first
 
 
+def may_have_size(size_bytes: int, count: int, body_bytes: int) -> bool:
+    """Whether a block of so many versions may have this size, with gaps between seqnos or none."""
+    return size_bytes - BLOCK_HEADER_BYTES - body_bytes in {16 * count, 24 * count}
+
+
 class BlockDamagedError(StoreDamagedError):
     """A block is not what was written, or is missing."""
 

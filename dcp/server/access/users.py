@@ -223,7 +223,7 @@ class Users:
             pass
 
     def seal_file(self) -> None:
-        """Give a file that a program of before has written its checksum and its twin. Call it when
+        """Give a file that an earlier version has written its checksum and its twin. Call it when
         this process has the folder. Raises UsersFileError.
         """
         with self._change:

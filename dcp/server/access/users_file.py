@@ -8,7 +8,7 @@ Called by `dcp.server.access.users`.
 
 A scope without prefix and collection means everything. The checksum covers `decoy_key` and `users`.
 The file is kept twice (`dcp.server.files.kept_twice`), so an older one that is put back has no
-effect. A folder of before that has users.json.newest beside it, with the digest of the newest one.
+effect. Earlier versions have users.json.newest beside it, with the digest of the newest one.
 """
 
 from __future__ import annotations

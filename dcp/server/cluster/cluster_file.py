@@ -33,7 +33,7 @@ KEYS_PREFIX: Final = b"/dcpd/"
 """Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
 NEWEST_FILE: Final = CLUSTER_FILE + NEWEST_SUFFIX
-"""Of a folder of before twins: its cluster and newest incarnation."""
+"""Earlier versions keep the cluster and its newest incarnation there."""
 _TAKE_IT: Final = f"to go on with this one, delete {NEWEST_FILE}"
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none

@@ -13,9 +13,9 @@ Invariants
 - an older copy never stands beside a newer one: before a file gets its new content, the twin of
   the old one is gone from the disk. So what is put in the place of a wrong copy is what was in
   force, and a power cut at any point leaves the old content or the new one;
-- a file without a seal was written by a program of before, and is taken as it is. Files of a
-  cluster's identity and users are taken over a sealed twin only if that program says so
-  (`.newest`): otherwise somebody has put an old copy there;
+- a file without a seal was written by an earlier version of dcpd, and is taken as it is. For
+  cluster.json and users.json that version must have left its `.newest` beside it. Else a sealed
+  twin goes first: somebody has put an old copy there;
 - the only right copy of a file is never removed: a wrong one is put right before a write;
 - a write that fails before the file has its new name changes nothing; after that it counts as done;
 - one write or comparison in a folder at a time (`_turn_of`).
@@ -28,7 +28,8 @@ import errno
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -43,7 +44,7 @@ from vbucket.model.receipt import DiscardDamagedError, unpack_cut_off
 NEW_SUFFIX: Final = ".new"
 """Of a file that is being written: a crash may leave it."""
 NEWEST_SUFFIX: Final = ".newest"
-"""Of a file of before twins: it says which content of another file is the newest."""
+"""Of the file with which earlier versions say which content of another file is the newest."""
 KEPT_NAMES: Final = (
     "backups.json", "closed.json", "cluster.json", "founding", "map.json", "scrub.json",
     "seen.json", "users.json",
@@ -99,7 +100,7 @@ class KeptContent(NamedTuple):
 
     content: bytes
     is_sealed: bool
-    """Not so: a program of before has written it."""
+    """Not so: an earlier version of dcpd has written it."""
 
 
 # -- the rule, pure --------------------------------------------------------------------------------
@@ -247,9 +248,13 @@ def _write(disk: FolderDisk, name: str, data: bytes) -> None:
 
 
 def _copy_in(disk: FolderDisk, name: str, file: str) -> Copy:
+    return _copy_of(name, partial(disk.read, file))
+
+
+def _copy_of(name: str, read: Callable[[], bytes]) -> Copy:
     """Read a copy of the file `name`. A bad sector is damage like any other."""
     try:
-        return read_copy(name, disk.read(file))
+        return read_copy(name, read())
     except FileNotFoundError:
         return read_copy(name, None)
     except OSError as error:
@@ -275,7 +280,7 @@ def is_kept(path: Path) -> bool:
 
 def read_kept(path: Path) -> KeptContent:
     """Return what is in force. Raises FileNotFoundError if there is no copy, else OSError."""
-    main, twin = (_copy_at(path.name, each) for each in (path, twin_of(path)))
+    main, twin = (_copy_of(path.name, each.read_bytes) for each in (path, twin_of(path)))
     if main.why == twin.why == _MISSING:
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     chosen = choose(main, twin, is_plain_older=_is_plain_older(path))
@@ -288,7 +293,7 @@ def wrong_copies(path: Path) -> list[tuple[str, str]]:
     """Return the names of wrong copies whose other one is right, and why. A missing twin is none: a
     crash may leave that. Changes nothing.
     """
-    copies = [_copy_at(path.name, each) for each in (path, twin_of(path))]
+    copies = [_copy_of(path.name, each.read_bytes) for each in (path, twin_of(path))]
     chosen = choose(*copies, is_plain_older=_is_plain_older(path))
     if chosen is None or not chosen.copy.sequence:
         return []
@@ -361,15 +366,6 @@ def _is_plain_older(path: Path) -> bool:
     """Whether a copy without a seal is older than a sealed twin of it."""
     newest = path.with_name(path.name + NEWEST_SUFFIX)
     return path.name in _NAMED_NEWEST and not newest.exists()
-
-
-def _copy_at(name: str, path: Path) -> Copy:
-    try:
-        return read_copy(name, path.read_bytes())
-    except FileNotFoundError:
-        return read_copy(name, None)
-    except OSError as error:
-        return Copy(0, b"", f"it cannot be read: {error.strerror}")
 
 
 @contextlib.contextmanager

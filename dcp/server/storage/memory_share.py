@@ -112,7 +112,7 @@ def _read_limit(file: Path) -> list[int]:
 def keep_freed_memory() -> None:
     """Let malloc keep some of what is freed. Without it, each value of a megabyte gives its pages
     back to the kernel when it is freed, and the next one waits while the kernel clears new ones: a
-    third of the processor time of such a SET. Only glibc has this setting.
+    quarter of the processor time of such a SET. Only glibc has this setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
