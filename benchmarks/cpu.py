@@ -20,7 +20,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - compact                           a version that a compaction drops
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
 - backfill_bare                    backfill_merged, for a client without collections
-- live                              a SET that one stream follows, less the SET
+- live, live_received               a change for one stream, which follows; its consumer's core
 
 Changes, GETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
 --without-loops runs their twins in Python.
@@ -40,6 +40,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import workload
+from clients.consumer.core import ConsumerCore
+from clients.consumer.streams import Wanted
+from clients.position import Position
 from dcp.server.main import GC_THRESHOLDS
 from dcp.session.access.auth import AuthStep
 from dcp.session.node_facts import Limits
@@ -248,13 +251,33 @@ def get_batches(
     return [b"".join(frames[at : at + BATCH]) for at in range(0, len(frames), BATCH)]
 
 
-def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> float:
-    """Return the seconds to send every change at once, one commit group per batch of SETs."""
-    writer = node.session()
-    _, producer = node.follow()
-    while producer.has_output:
-        producer.pump(1 << 30)
-    seconds = 0.0
+def follow_with(core: ConsumerCore, session: Session) -> Producer:
+    """Open the streams of a consumer's core, and read all that there is."""
+    for vb_id in range(NUM_VBUCKETS):
+        core.add(vb_id, Wanted(Position()))
+    session.receive(core.begin(NOW_NS), NOW_NS)
+    producer, state = session.state.producer, session.state
+    assert producer is not None
+    while state.answers or state.buffer or producer.has_output:
+        received = b"".join([*state.answers, *producer.pump(PUMP_BYTES)])
+        state.answers.clear()
+        core.processed(core.receive(received, NOW_NS))
+        assert core.failure is None, core.failure
+        state.is_full = False
+        session.receive(core.take_output(), NOW_NS)
+        session.resume(NOW_NS)
+    assert producer.stream_count == NUM_VBUCKETS
+    return producer
+
+
+def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> dict[str, float]:
+    """Return the seconds to send every change at once, one commit group per batch of SETs, and
+    those of a consumer's core that receives them.
+    """
+    writer, session = node.session(), node.session()
+    core = ConsumerCore(b"live", has_collections=True)
+    producer = follow_with(core, session)
+    sending_s = receiving_s = 0.0
     for batch in workload.batches("binary", indexes(9, keys, count), BATCH, pool):
         writer.receive(batch, NOW_NS)
         writer.state.answers.clear()
@@ -263,11 +286,18 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> fl
         node.engine.keyspace.group_synced(group)
         began = time.process_time()
         node.hub.committed(group.high_seqnos)
+        sent = []
         while producer.has_output:
-            b"".join(producer.pump(PUMP_BYTES))
-        seconds += time.process_time() - began
+            sent += producer.pump(PUMP_BYTES)
+        data = b"".join(sent)
+        done = time.process_time()
+        core.processed(core.receive(data, NOW_NS))
+        received = time.process_time()
+        sending_s, receiving_s = sending_s + done - began, receiving_s + received - done
+        session.receive(core.take_output(), NOW_NS)
+    assert core.failure is None, core.failure
     producer.close()
-    return seconds
+    return {"live": sending_s / count, "live_received": receiving_s / count}
 
 
 def measure_changes(
@@ -399,7 +429,7 @@ def measure(
     seconds["set_memory"] = drive(node, session, sets(upper)) / count
     updates = [sets(indexes(seed, keys, max(count, 3 * keys // 4))) for seed in (10, 11)]
     seconds |= measure_upkeep(node, session, updates)
-    seconds["live"] = measure_live(node, keys, count, pool) / count
+    seconds |= measure_live(node, keys, count, pool)
     drive(node, session, sets(range(keys)))
     seconds |= measure_changes(node, session, keys, count, pool)
     seconds |= measure_text_changes(node, text, keys, count)

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from benchmarks.cluster_nodes import Load
+from benchmarks.peers import cpu_seconds
 from clients import Consumer, KvClient
 from clients.testing import DcpCluster, DcpServer
 
@@ -95,15 +96,22 @@ async def run(address: str, rate: int, seconds: float) -> dict[str, Any]:
     return result
 
 
-async def run_streamed(address: str, ports: list[int], rate: int, seconds: float) -> dict[str, Any]:
-    """Return how far the frontier is behind writes that wait for no answer."""
+async def run_streamed(servers: list[DcpServer], rate: int, seconds: float) -> dict[str, Any]:
+    """Return how far the frontier is behind writes that wait for no answer, and the processor time
+    of the servers and of the consumer.
+    """
+    ports = [server.port for server in servers]
+    address = f"127.0.0.1:{ports[0]}"
     load = Load(ports, rate=rate, host="127.0.0.1")
     try:
         load.until_begun()
         async with Consumer(address, cuts=True, start="now") as consumer, following(consumer):
             await asyncio.to_thread(load.split)
-            begun_s = time.monotonic()
+            begun_s, used_s = time.monotonic(), time.process_time()
+            servers_s = sum(cpu_seconds(server.pid) for server in servers)
             behind = figures(await lags(consumer, begun_s + seconds))
+            servers_s = sum(cpu_seconds(server.pid) for server in servers) - servers_s
+            used_s = time.process_time() - used_s
             answers = await asyncio.to_thread(load.split)
             took_s = time.monotonic() - begun_s
     finally:
@@ -111,18 +119,15 @@ async def run_streamed(address: str, ports: list[int], rate: int, seconds: float
     return {
         "writes_per_s": rate, "answered_per_s": round(answers["operations"] / took_s),
         "answer_p99_ms": answers["p99_us"] / 1e3, "behind": behind,
+        "cores": {"servers": round(servers_s / seconds, 2), "consumer": round(used_s / seconds, 2)},
     }  # fmt: skip
 
 
 def measure_streamed(nodes: int, rate: int, seconds: float) -> dict[str, Any]:
     """Measure on one node, or on a cluster of three."""
     with DcpServer() if nodes == 1 else DcpCluster() as server:
-        ports = (
-            [server.port]
-            if isinstance(server, DcpServer)
-            else [node.port for node in server.nodes.values()]
-        )
-        return asyncio.run(run_streamed(f"127.0.0.1:{ports[0]}", ports, rate, seconds))
+        servers = [server] if isinstance(server, DcpServer) else list(server.nodes.values())
+        return asyncio.run(run_streamed(servers, rate, seconds))
 
 
 def main() -> None:

@@ -85,6 +85,14 @@ MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 RUN_MIN: Final = 2
 """Single mutations are decoded at once: a `Mutations` of its own would cost more."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_MARKER: Final = int(Opcode.DCP_SNAPSHOT_MARKER)
+_SNAPSHOT_END: Final = int(Opcode.DCP_SNAPSHOT_END)
+_SHORT_MARKER: Final = Struct(">6sHIIQQQI")
+_SHORT_MARKER_HEAD: Final = bytes((Magic.REQUEST, _MARKER, 0, 0, 20, 0))
+_SHORT_END: Final = Struct(">6sHIIQQ")
+_SHORT_END_HEAD: Final = bytes((Magic.REQUEST, _SNAPSHOT_END, 0, 0, 8, 0))
+"""A marker of version 1, and an end: bytes up to the partition, then that, the length of the body,
+opaque, CAS and extras. Live streams send both with nearly every change."""
 _OPAQUE: Final = Struct(">12xI")
 RUN_HEAD: Final = Struct(">6xH16xQ")
 """Partition and seqno of a mutation."""
@@ -229,7 +237,18 @@ class ConsumerCore:
         take_frame = self._connection.take_frame
         at, end, uncounted = 0, len(buffer), 0
         while end - at >= HEADER_BYTES:
-            if end - at < MUTATION_BYTES_MIN or buffer[at + 1] != _MUTATION:
+            opcode, stop = buffer[at + 1], 0
+            if opcode == _MUTATION and end - at >= MUTATION_BYTES_MIN:
+                stream = streams.get(opaque_of(buffer, at)[0])
+                has_more = stream is not None and stream.seqno + 1 < stream.marker_end
+                if stream is not None and has_more and self._previous is None:
+                    stop = self._take_run(stream, buffer, at, end)
+                stop = stop or self._take_mutation(stream, buffer, at, end)
+            elif opcode == _MARKER:
+                stop = self._take_marker(buffer, at, end)
+            elif opcode == _SNAPSHOT_END:
+                stop = self._take_end(buffer, at, end)
+            if not stop:
                 stop, wire_bytes = take_frame(buffer, at, end)
                 if not stop:
                     break
@@ -237,18 +256,43 @@ class ConsumerCore:
                 if self._connection.closed_time:
                     at = stop
                     break
-            else:
-                stream = streams.get(opaque_of(buffer, at)[0])
-                stop = 0
-                if stream is not None and self._previous is None:
-                    stop = self._take_run(stream, buffer, at, end)
-                if not stop:
-                    stop = self._take_mutation(stream, buffer, at, end)
-                if not stop:
-                    break
             at = stop
         self._buffer.keep(buffer, at)
         return at - uncounted
+
+    def _take_marker(self, buffer: bytes, at: int, end: int) -> int:
+        """Take a marker of version 1. Return its end; 0: `on_marker` has to look at it."""
+        if end - at < _SHORT_MARKER.size:
+            return 0
+        head, vb_id, body, opaque, _, start_seqno, end_seqno, flags = _SHORT_MARKER.unpack_from(
+            buffer, at
+        )
+        stream = self._connection.open.get(opaque)
+        if (
+            head != _SHORT_MARKER_HEAD or body != 20 or stream is None or stream.vb_id != vb_id
+            or stream.marker_end or end_seqno <= stream.seqno
+        ):  # fmt: skip
+            return 0
+        if stream not in self.streams.touched:
+            self.streams.touched[stream] = stream.marker_start, 0
+        stream.begin_snapshot(start_seqno, end_seqno)
+        self.streams.items.append(SnapshotStart(vb_id, start_seqno, end_seqno, flags))
+        return at + _SHORT_MARKER.size
+
+    def _take_end(self, buffer: bytes, at: int, end: int) -> int:
+        """Take a SNAPSHOT_END that says what the last change showed. Return its end; 0:
+        `on_snapshot_end` has to look at it.
+        """
+        if end - at < _SHORT_END.size:
+            return 0
+        head, vb_id, body, opaque, _, end_seqno = _SHORT_END.unpack_from(buffer, at)
+        stream = self._connection.open.get(opaque)
+        if (
+            head != _SHORT_END_HEAD or body != 8 or stream is None or stream.vb_id != vb_id
+            or stream.marker_end or end_seqno != stream.seqno
+        ):  # fmt: skip
+            return 0
+        return at + _SHORT_END.size
 
     def _take_run(self, stream: PartitionStream, buffer: bytes, at: int, end: int) -> int:
         """Take consecutive mutations as one item. Return where they stop, 0 if it is not worth it.

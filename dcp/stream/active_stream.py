@@ -66,12 +66,12 @@ class ActiveStream:
         "filter",
         "flags",
         "framing",
+        "has_whole_default",
         "held_seqno",
         "ignores_purges",
         "is_active_only",
         "is_backlog",
         "is_history",
-        "is_limited",
         "is_oso",
         "limit_seqno",
         "next_seqno",
@@ -134,8 +134,8 @@ class ActiveStream:
         self.skips_deletions = False
         """Whether its backlog leaves out deletions, because the client has nothing to delete."""
         self.filter = stream_filter
-        self.is_limited = stream_filter.is_limited
-        """Whether the client asked for less than everything."""
+        self.has_whole_default = stream_filter.has_whole_default
+        """See StreamFilter. Kept here for the loop in C (vbucket/native/live_run.c)."""
         self.accepts: Accepts | None = None
         """The filter's test of keys for the snapshot under way; None: all keys pass."""
         self.is_backlog = True

@@ -22,6 +22,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
+    DEFAULT_SCOPE,
     SYSTEM_COLLECTION,
     SYSTEM_KEY,
     Manifest,
@@ -41,7 +42,10 @@ class StreamFilter:
     all keys, else those whose logical key begins with one of them.
     """
 
-    __slots__ = ("_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited")
+    __slots__ = (
+        "_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "has_whole_default",
+        "is_limited",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -59,6 +63,10 @@ class StreamFilter:
         self._is_over = False
         self.is_limited = collections is not None or scope_id is not None or bool(key_prefixes)
         """Whether the client asked for less than everything."""
+        has_default = collections is None or DEFAULT_COLLECTION in collections
+        is_in_scope = scope_id is None or scope_id == DEFAULT_SCOPE
+        self.has_whole_default = has_default and is_in_scope and not key_prefixes
+        """Whether each document of the default collection passes, as long as there is one."""
 
     @property
     def is_one_collection(self) -> bool:

@@ -31,9 +31,9 @@ class PendingCut:
         self.next: Cut | None = None
         """The cut of the cluster to go to after this one; None: the next that is drawn."""
         self.behind = {
-            stream.key for stream in streams if stream.next_seqno <= self.seqnos[stream.vb_id]
+            stream for stream in streams if stream.next_seqno <= self.seqnos[stream.vb_id]
         }
-        """Streams that are not there yet, by key."""
+        """Streams that are not there yet."""
         self.waiting: list[ActiveStream] = []
         """Streams that are there, and have more to send."""
 
@@ -48,7 +48,7 @@ class PendingCut:
         """Return whether a stream is at the cut; from then on the cut does not wait for it."""
         if stream.snap_end_seqno is not None or stream.next_seqno <= self.seqnos[stream.vb_id]:
             return False
-        self.behind.discard(stream.key)
+        self.behind.discard(stream)
         return True
 
 

@@ -85,7 +85,9 @@ _QUEUED: Final = (_READY, _WINDOW_FULL, _WAITS_FOR_BACKFILL)
 _NOT_WOKEN: Final = (*_QUEUED, _STALLED, _WAITS_FOR_CUT)
 
 
-_live_run: Final = live_run(ActiveStream, Partition, Layer, CollectionCounts, _CAUGHT_UP, _REPLICA)
+_live_run: Final = live_run(
+    ActiveStream, Partition, Layer, CollectionCounts, _CAUGHT_UP, _WAITS_FOR_CUT, _REPLICA
+)
 
 
 class Producer:
@@ -376,15 +378,15 @@ class Producer:
 
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
-        out, self._urgent, cut = self._urgent, [], self.snapshots.cut
+        out, self._urgent = self._urgent, []
         ready, partitions = self._ready, self._engine.partitions
         while ready and bytes_max > 0:
             window = self._window_left()
             if window <= 0:
                 break
-            if cut is None and not ready[0].is_backlog:
+            if not ready[0].is_backlog:
                 sent = self._send_live(out, min(window, bytes_max))
-                if sent:
+                if sent or not ready:
                     bytes_max -= sent
                     continue
             stream = ready.popleft()
@@ -414,14 +416,14 @@ class Producer:
 
     def _send_live(self, out: list[Message], bytes_max: int) -> int:
         """Send whole snapshots of the first live streams in one call, as long as nothing about them
-        is unusual; return the bytes. 0: the next stream has to take a turn.
+        is unusual; return the bytes. 0: the next stream has to take a turn, if there is one.
         """
-        form = self.snapshots.live_form
+        form, cut = self.snapshots.live_form, self.snapshots.cut
         if _live_run is None or form is None:
             return 0
         sent, seqnos = _live_run.send(
             self._ready, self._engine.partitions, self._commits.committed_group, bytes_max,
-            TURN_BYTES, form, out,
+            TURN_BYTES, form, out, None if cut is None else (cut.seqnos, cut.behind, cut.waiting),
         )  # fmt: skip
         self._engine.streamed_seqnos += seqnos
         self._count(sent)
@@ -557,7 +559,7 @@ class Producer:
         vb_id = stream.vb_id
         del self._streams[stream.key]
         if self.snapshots.cut is not None:
-            self.snapshots.cut.behind.discard(stream.key)
+            self.snapshots.cut.behind.discard(stream)
             self._schedule()
         others = tuple(other for other in self._by_vb[vb_id] if other is not stream)
         if others:

@@ -587,6 +587,61 @@ def test_whatever_a_server_says_is_understood_or_a_named_error(start, collection
         assert position.snap_start <= position.seqno <= position.snap_end
 
 
+SAID = st.lists(
+    st.tuples(
+        st.sampled_from(["marker", "mutation", "end"]), st.integers(0, 6), st.integers(0, 6),
+        st.sampled_from(["", "", "", "other stream", "other partition", "longer"]),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+def what_comes_of(said):
+    session = Session()
+    session.accept()
+    data = b""
+    for kind, first, second, odd in said:
+        if kind == "marker":
+            frame = session.marker(min(first, second), max(first, second))
+        elif kind == "mutation":
+            frame = session.mutation(first)
+        else:
+            frame = session.message(Opcode.DCP_SNAPSHOT_END, first.to_bytes(8, "big"))
+        changed = bytearray(frame)
+        changed[7] += odd == "other partition"
+        changed[15] += odd == "other stream"
+        if odd == "longer":
+            changed[8:12] = (len(frame) - 23).to_bytes(4, "big")
+            changed.append(0)
+        data += changed
+    batch = session.core.receive(data, 0)
+    failure = session.core.failure
+    positions = {17: session.position()} | batch.positions
+    return (
+        batch.events, positions, batch.wire_bytes, batch.markers, type(failure), str(failure),
+    )  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(said=SAID)
+def test_short_way_of_markers_does_what_the_long_one_does(said):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConsumerCore, "_take_marker", lambda *_: 0)
+        patch.setattr(ConsumerCore, "_take_end", lambda *_: 0)
+        long_way = what_comes_of(said)
+    assert what_comes_of(said) == long_way
+
+
+def test_a_change_by_itself_takes_the_short_way(monkeypatch):
+    session = Session()
+    session.accept()
+    connection = session.core._connection
+    monkeypatch.setattr(connection, "take_frame", lambda *_: pytest.fail("the long way"))
+    end = session.message(Opcode.DCP_SNAPSHOT_END, (1).to_bytes(8, "big"))
+    events = session.feed(session.marker(0, 1) + session.mutation(1) + end)
+    assert [type(event) for event in events] == [SnapshotStart, Mutation, SnapshotEnd]
+
+
 def test_in_middle_of_batch_place_is_as_if_it_had_ended_there():
     """Snapshots that were under way when the batch began, ended in it, and began in it."""
 

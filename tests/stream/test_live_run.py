@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.stream import producer as shell
+from dcp.stream.filter import StreamFilter
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import StreamFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from stream.test_stream_cuts import draw
 from support.memory_node import MemoryNode, Peer
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +26,9 @@ VB = 1
 OPAQUES = (7, 7, 9)
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["set"] * 6 + ["delete", "commit", "commit", "commit", "merge", "branch"]),
+        st.sampled_from(
+            ["set"] * 6 + ["delete", "commit", "commit", "commit", "cut", "merge", "branch"]
+        ),
         st.sampled_from([b"a", b"b", b"c"]),
         st.binary(max_size=40),
     ),
@@ -32,7 +36,9 @@ steps = st.lists(
 )
 
 
-def followed(*features: Feature, has_ends: bool) -> list[Peer]:
+def followed(
+    *features: Feature, has_ends: bool, has_cuts: bool = False, value: bytes = b""
+) -> list[Peer]:
     """A client that writes, and some that follow."""
     node = MemoryNode(partitions=4)
     writer, *followers = peers = [node.connect() for _ in range(1 + len(OPAQUES))]
@@ -43,7 +49,9 @@ def followed(*features: Feature, has_ends: bool) -> list[Peer]:
         follower.control(b"enable_noop", b"true")
         if has_ends:
             follower.send(pack_request(Opcode.DCP_CONTROL, key=b"x_snapshot_end", value=b"true"))
-        assert follower.stream(VB, opaque=opaque).status == Status.OK
+        if has_cuts:
+            follower.control(b"x_closed_times", b"true")
+        assert follower.stream(VB, opaque=opaque, value=value).status == Status.OK
     return peers
 
 
@@ -65,6 +73,8 @@ def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[
             writer.ask(Opcode.DELETE, vb_id=VB, key=b"\0" + key)
         elif kind == "merge":
             node.merge()
+        elif kind == "cut":
+            draw(node)
         elif kind == "branch":
             node.commit()
             found.append(sent(followers))
@@ -81,16 +91,32 @@ def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[
     return [*found, sent(followers)]
 
 
-@settings(max_examples=80, deadline=None)
-@given(story=steps, json=st.booleans(), collections=st.booleans(), has_ends=st.booleans())
+FILTERS = (b"", b'{"collections": ["0"]}', b'{"scope": "0"}')
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    story=steps,
+    json=st.booleans(),
+    value=st.none() | st.sampled_from(FILTERS),
+    has_ends=st.booleans(),
+    has_cuts=st.booleans(),
+)
 def test_both_ways_send_the_same(
-    story: list[tuple[str, bytes, bytes]], *, json: bool, collections: bool, has_ends: bool
+    story: list[tuple[str, bytes, bytes]],
+    *,
+    json: bool,
+    value: bytes | None,
+    has_ends: bool,
+    has_cuts: bool,
 ) -> None:
-    features = [Feature.COLLECTIONS] * collections + [Feature.JSON] * json
-    in_c = told(story, followed(*features, has_ends=has_ends))
+    """`value` None: the clients know no collections."""
+    features = [Feature.COLLECTIONS] * (value is not None) + [Feature.JSON] * json
+    given = {"has_ends": has_ends, "has_cuts": has_cuts, "value": value or b""}
+    in_c = told(story, followed(*features, **given))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shell, "_live_run", None)
-        in_python = told(story, followed(*features, has_ends=has_ends))
+        in_python = told(story, followed(*features, **given))
     assert in_c == in_python
 
 
@@ -113,9 +139,25 @@ def test_a_branch_is_cut_anew() -> None:
     assert all(b"newer" in found and b"older" not in found for found in last)
 
 
-def test_a_plain_change_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True)
+@pytest.mark.parametrize("value", FILTERS)
+def test_a_plain_change_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+    """Also of a client that asked for the default collection, and while a cut is pending."""
+    peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True, has_cuts=True, value=value)
     story = [("set", b"a", b"v"), ("commit", b"", b"")]
     told(story, peers)
     monkeypatch.setattr(shell.Producer, "_take_turn", lambda *_: pytest.fail("the long way"))
-    assert all(told(story, peers)[-2])
+    story = [("set", b"a", b"v"), ("cut", b"", b""), ("set", b"b", b"after the cut"), story[1]]
+    story += [("set", b"b", b"v"), ("commit", b"", b"")]
+    found = told(story, peers)
+    assert all(found[-2])
+    cut = bytes((0x80, Opcode.DCP_CLOSED_TIME))
+    assert all(data.index(cut) < data.index(b"after the cut") for data in found[1])
+
+
+def test_filters_that_leave_something_out_take_the_long_way() -> None:
+    filters = [
+        StreamFilter(collections=(0, 8)), StreamFilter(scope_id=0), StreamFilter(),
+        StreamFilter(collections=(8,)), StreamFilter(scope_id=8),
+        StreamFilter(key_prefixes=(b"a",)),
+    ]  # fmt: skip
+    assert [each.has_whole_default for each in filters] == [True] * 3 + [False] * 3

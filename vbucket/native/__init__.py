@@ -251,14 +251,15 @@ def get_run(
 
 
 def live_run(
-    stream: type, part: type, layer: type, tally: type, caught_up: object, replica: object
-) -> LiveRun | None:
+    stream: type, part: type, layer: type, tally: type, caught_up: object, waits_for_cut: object,
+    replica: object,
+) -> LiveRun | None:  # fmt: skip
     """Return what cuts snapshots of live streams, None if the loops are not built."""
     try:
         from vbucket.native.loops import LiveRun
     except ModuleNotFoundError:
         return None
-    return LiveRun(stream, part, layer, tally, caught_up, replica)
+    return LiveRun(stream, part, layer, tally, caught_up, waits_for_cut, replica)
 
 
 def key_tree(

@@ -7,7 +7,8 @@
    - all its changes are mutations of the default collection in the active layer, each of another
      key, which the client gets as they are stored, but for the collection's byte;
    - a snapshot is cut once for all streams that get the same: a cut is known by its last entry,
-     which is kept with it. No entry above it was there before, so those below it are the same. */
+     which is kept with it. No entry above it was there before, so those below it are the same;
+   - nothing beyond the pending cut of the connection is sent (dcp/stream/pending_cut.py). */
 
 #include "live_run.h"
 
@@ -42,12 +43,13 @@
 
 enum { /* of a stream */
     VB_ID, OPAQUE, NEXT_SEQNO, END_SEQNO, SNAP_START_SEQNO, HELD_SEQNO, LIMIT_SEQNO,
-    SNAP_END_SEQNO, IS_BACKLOG, IS_LIMITED, TAKEOVER, RATE, FRAMING, STREAM_STATE, STREAM_ATTRIBUTES
+    SNAP_END_SEQNO, IS_BACKLOG, HAS_WHOLE_DEFAULT, TAKEOVER, RATE, FRAMING, STREAM_STATE,
+    STREAM_ATTRIBUTES
 };
 
 static const char *const stream_names[STREAM_ATTRIBUTES] = {
     "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
-    "snap_end_seqno", "is_backlog", "is_limited", "takeover", "rate", "framing",
+    "snap_end_seqno", "is_backlog", "has_whole_default", "takeover", "rate", "framing",
     "state",
 };
 
@@ -70,6 +72,9 @@ typedef struct {
     PyObject *partitions;
     uint64_t committed_group, form;
     Py_ssize_t bytes_max, turn_bytes;
+    /* Of the pending cut, as it keeps them: where streams stop, those that are not
+       there yet, and those that wait there. NULL: there is none. */
+    PyObject *limits, *behind, *waiting;
 } Turn;
 
 typedef struct {
@@ -77,7 +82,7 @@ typedef struct {
     PyTypeObject *stream, *part, *layer, *tally; /* their classes */
     Attribute of_stream[STREAM_ATTRIBUTES], of_part[PART_ATTRIBUTES];
     Attribute entries, other_high_seqno;
-    PyObject *caught_up, *replica; /* of a stream, of a partition: states */
+    PyObject *caught_up, *waits_for_cut, *replica; /* of streams, of a partition: states */
     Cut cuts[CUTS];
     size_t cuts_bytes;
 } LiveRun;
@@ -90,6 +95,8 @@ typedef struct {
     PyObject *last_entry;
     Py_ssize_t low; /* the index of its first change */
     size_t bytes;
+    uint64_t limit_seqno; /* of the pending cut */
+    int has_more;         /* is committed beyond it */
 } Snapshot;
 
 /* The functions below return 1, 0 with an exception, or -1 for what is for Python. */
@@ -106,7 +113,7 @@ static int is_it(const LiveRun *self, PyObject *stream, int attribute, PyObject 
 static int is_plain(const LiveRun *self, PyObject *stream)
 {
     const struct { int attribute; PyObject *value; } needed[] = {
-        {SNAP_END_SEQNO, Py_None}, {IS_BACKLOG, Py_False}, {IS_LIMITED, Py_False},
+        {SNAP_END_SEQNO, Py_None}, {IS_BACKLOG, Py_False}, {HAS_WHOLE_DEFAULT, Py_True},
         {TAKEOVER, Py_None}, {RATE, Py_None},
     };
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++) {
@@ -145,7 +152,21 @@ static int is_master(const LiveRun *self, PyObject *part)
     return state == NULL ? 0 : is_copy ? -1 : 1;
 }
 
-/* Takes the end of the snapshot from the partition, if the stream may send now. */
+/* Takes from the pending cut where the stream has to stop. */
+static int read_limit(const Turn *turn, Snapshot *snapshot)
+{
+    snapshot->limit_seqno = UINT64_MAX;
+    if (turn->limits == NULL)
+        return 1;
+    if (snapshot->vb_id >= (uint64_t)PyList_GET_SIZE(turn->limits))
+        return -1;
+    PyObject *limit = PyList_GET_ITEM(turn->limits, (Py_ssize_t)snapshot->vb_id);
+    snapshot->limit_seqno = PyLong_AsUnsignedLongLong(limit);
+    return !PyErr_Occurred();
+}
+
+/* Takes the end of the snapshot from the partition, if the stream may send now. It ends before its
+   first change where the stream is at the cut already. */
 static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, uint64_t end,
                      uint64_t committed_group)
 {
@@ -164,11 +185,12 @@ static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, ui
     Py_DECREF(tally);
     if (is_read != 1)
         return is_read;
-    uint64_t next = snapshot->first_seqno;
-    snapshot->end_seqno = committed;
+    uint64_t next = snapshot->first_seqno, limit = snapshot->limit_seqno;
+    snapshot->has_more = committed > limit;
+    snapshot->end_seqno = snapshot->has_more ? limit : committed;
     int may_send = next <= committed && committed < end && floor < next && purge < next &&
                    other_high < next && branch <= committed_group &&
-                   committed - next < CHANGES_MAX;
+                   (limit < next || snapshot->end_seqno - next < CHANGES_MAX);
     return may_send ? 1 : -1;
 }
 
@@ -289,12 +311,23 @@ static int move_on(const LiveRun *self, PyObject *stream, const Snapshot *snapsh
                    attribute_set(&self->of_stream[NEXT_SEQNO], stream, next) &&
                    attribute_set(&self->of_stream[SNAP_START_SEQNO], stream, next) &&
                    attribute_set(&self->of_stream[LIMIT_SEQNO], stream, end) &&
-                   attribute_set(&self->of_stream[HELD_SEQNO], stream, held) &&
-                   attribute_set(&self->of_stream[STREAM_STATE], stream, self->caught_up);
+                   attribute_set(&self->of_stream[HELD_SEQNO], stream, held);
     Py_XDECREF(next);
     Py_XDECREF(end);
     Py_XDECREF(held);
     return is_moved;
+}
+
+/* Tells what the stream waits for now: the next commit, or the others at the cut. */
+static int rest(const LiveRun *self, PyObject *stream, const Turn *turn, const Snapshot *snapshot)
+{
+    if (snapshot->limit_seqno <= snapshot->end_seqno &&
+        PySet_Discard(turn->behind, stream) < 0)
+        return 0;
+    if (!snapshot->has_more)
+        return attribute_set(&self->of_stream[STREAM_STATE], stream, self->caught_up);
+    return PyList_Append(turn->waiting, stream) == 0 &&
+           attribute_set(&self->of_stream[STREAM_STATE], stream, self->waits_for_cut);
 }
 
 /* Returns a message with the opaque of another stream. */
@@ -378,7 +411,11 @@ static int send(LiveRun *self, PyObject *stream, const Turn *turn, Snapshot *sna
         return -1;
     outcome = is_master(self, part);
     if (outcome == 1)
+        outcome = read_limit(turn, snapshot);
+    if (outcome == 1)
         outcome = read_part(self, part, snapshot, end, turn->committed_group);
+    if (outcome == 1 && snapshot->limit_seqno < snapshot->first_seqno)
+        return rest(self, stream, turn, snapshot);
     if (outcome == 1)
         outcome = find_changes(self, part, snapshot);
     Py_ssize_t room = turn->bytes_max < turn->turn_bytes ? turn->bytes_max : turn->turn_bytes;
@@ -386,7 +423,8 @@ static int send(LiveRun *self, PyObject *stream, const Turn *turn, Snapshot *sna
     if (outcome == 1)
         outcome = cut_message(self, snapshot, room, &message);
     if (outcome == 1)
-        outcome = PyList_Append(out, message) == 0 && move_on(self, stream, snapshot);
+        outcome = PyList_Append(out, message) == 0 && move_on(self, stream, snapshot) &&
+                  rest(self, stream, turn, snapshot);
     Py_XDECREF(message);
     Py_XDECREF(snapshot->entries);
     return outcome;
@@ -394,13 +432,18 @@ static int send(LiveRun *self, PyObject *stream, const Turn *turn, Snapshot *sna
 
 static PyObject *live_run_send(LiveRun *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 7 || !PyList_CheckExact(args[1]) || !PyList_CheckExact(args[6])) {
-        PyErr_SetString(PyExc_TypeError, "send() takes streams, partitions, numbers and a list");
+    if (count != 8 || !PyList_CheckExact(args[1]) || !PyList_CheckExact(args[6])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "send() takes streams, partitions, numbers, a list and a cut");
         return NULL;
     }
     PyObject *ready = args[0], *out = args[6];
     Turn turn = {args[1], PyLong_AsUnsignedLongLong(args[2]), PyLong_AsUnsignedLongLong(args[5]),
-                 PyLong_AsSsize_t(args[3]), PyLong_AsSsize_t(args[4])};
+                 PyLong_AsSsize_t(args[3]), PyLong_AsSsize_t(args[4]), NULL, NULL, NULL};
+    if (args[7] != Py_None &&
+        !PyArg_ParseTuple(args[7], "O!O!O!", &PyList_Type, &turn.limits, &PySet_Type, &turn.behind,
+                          &PyList_Type, &turn.waiting))
+        return NULL;
     Py_ssize_t left = PySequence_Size(ready), sent = 0;
     unsigned long long seqnos = 0;
     if (left < 0 || PyErr_Occurred())
@@ -417,6 +460,8 @@ static PyObject *live_run_send(LiveRun *self, PyObject *const *args, Py_ssize_t 
             break;
         if (outcome == 0 || PySequence_DelItem(ready, 0))
             return NULL;
+        if (snapshot.limit_seqno < snapshot.first_seqno)
+            continue; /* it was there already */
         turn.bytes_max -= (Py_ssize_t)snapshot.bytes;
         sent += (Py_ssize_t)snapshot.bytes;
         seqnos += snapshot.end_seqno - snapshot.first_seqno + 1;
@@ -440,15 +485,17 @@ static int resolve(PyTypeObject **type, PyObject *class, Attribute *attributes,
 static PyObject *live_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static const char *const entries[] = {"entries"}, *const other_high[] = {"other_high_seqno"};
-    PyObject *stream, *part, *layer, *tally, *caught_up, *replica;
+    PyObject *stream, *part, *layer, *tally, *caught_up, *waits_for_cut, *replica;
     if (!has_no_keywords(type, kwargs) ||
-        !PyArg_ParseTuple(args, "OOOOOO", &stream, &part, &layer, &tally, &caught_up, &replica))
+        !PyArg_ParseTuple(args, "OOOOOOO", &stream, &part, &layer, &tally, &caught_up,
+                          &waits_for_cut, &replica))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     LiveRun *self = (LiveRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
         return NULL;
     self->caught_up = Py_NewRef(caught_up);
+    self->waits_for_cut = Py_NewRef(waits_for_cut);
     self->replica = Py_NewRef(replica);
     if (!resolve(&self->stream, stream, self->of_stream, stream_names, STREAM_ATTRIBUTES) ||
         !resolve(&self->part, part, self->of_part, part_names, PART_ATTRIBUTES) ||
@@ -466,6 +513,7 @@ static void live_run_dealloc(LiveRun *self)
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         Py_XDECREF(all[i]);
     Py_XDECREF(self->caught_up);
+    Py_XDECREF(self->waits_for_cut);
     Py_XDECREF(self->replica);
     forget_cuts(self);
     release(self);

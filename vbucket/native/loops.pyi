@@ -333,19 +333,24 @@ class LiveRun:
 
     def __init__(
         self, stream: type, part: type, layer: type, tally: type, caught_up: object,
-        replica: object, /,
+        waits_for_cut: object, replica: object, /,
     ) -> None:  # fmt: skip
         """Takes the classes of streams, partitions, their layers and tallies, which have slots; and
-        the states of a stream that has caught up, and of a partition that is a copy.
+        the states of a stream that has caught up, of one that waits at a cut, and of a partition
+        that is a copy.
         """
 
     def send(
         self, ready: deque[Any], partitions: list[Any], committed_group: int, bytes_max: int,
-        turn_bytes: int, form: int, out: list[Any], /,
+        turn_bytes: int, form: int, out: list[Any],
+        cut: tuple[list[int], set[Any], list[Any]] | None, /,
     ) -> tuple[int, int]:  # fmt: skip
         """Move streams from the front of `ready` to the end of what is committed, and append to
         `out` for each its marker, changes and, if `form` has the flag 0x100, SNAPSHOT_END. Return
         the bytes and the seqnos. It ends before a stream that is for Python, which has not changed.
+
+        `cut`: `seqnos`, `behind` and `waiting` of the pending cut. No stream goes beyond; one that
+        is there leaves `behind`, and one that has more is in `waiting` then.
 
         Messages are shorter than `turn_bytes` each, and than `bytes_max` together. The other flags
         of `form` are those of `SnapshotWriter.plain`.
