@@ -96,6 +96,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "Spark reads in what its table differs": Feature(1, 420),
     "what is read and mended next is one core, which the simulator runs": Feature(2, 100),
     "damage that was mended and comes again is asked for at once": Feature(0, 7),
+    "consumers take live changes by a short way, blocks of copies filled anew": Feature(0, 100),
     "who reads from copies goes on at another one where one is damaged": Feature(0, 132),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""

@@ -103,6 +103,29 @@ def test_a_hold_for_replication_says_why(node: MemoryNode) -> None:
     assert connection.left()[1:] == [(2, OK)]
 
 
+def test_a_due_document_is_not_gone_while_it_cannot_expire(node: MemoryNode) -> None:
+    """Another node may become master, and have a clock by which it is not due."""
+    part = node.engine.partitions[VB]
+    connection = ReplicatedConnection(node)
+    in_a_second = bytes(4) + (1).to_bytes(4, "big")
+    connection.ask(
+        pack_request(Opcode.SET, vb_id=VB, key=KEY, value=b"v", extras=in_a_second, opaque=1)
+    )
+    node.commit()
+    commit(node, VB)
+    node.now_ns += 2000 * MS
+    part.hold_writes(Hold.REPLICATION, WHY)
+    connection.ask(get(VB, 2))
+    connection.ask(get(VB, 3, opcode=Opcode.GET_META))
+    assert connection.left() == [(1, OK), (2, LATER), (3, LATER)]
+    part.release_writes(Hold.REPLICATION)
+    connection.ask(get(VB, 4))
+    node.commit()
+    commit(node, VB)
+    assert connection.left()[3:] == [(4, Status.KEY_ENOENT)]
+    assert part.high_seqno == 2, "it has expired"
+
+
 def test_a_hold_for_replication_says_why_in_text_too(node: MemoryNode) -> None:
     for part in node.engine.partitions:
         part.hold_writes(Hold.REPLICATION, WHY)

@@ -1,18 +1,20 @@
 """The last damage of a run, when nothing else is wrong: the node itself, or another copy, can prove
 what was there. So it has to be mended in time.
 
-A copy proves it if it gives the versions of the block, byte for byte, and did so all the time: in
+A copy proves it if it gives all of the versions of the block, and did so all the time: in
 clusters that move copies, one may be dropped meanwhile, and another one not be complete yet.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from failover.rules.repair import why_not_taken
 from sim.facts import Damaged
 from sim.faults import Stage
 from sim.node import SingleNode
 from sim.twin_pages import KINDS, PAGED, TwinEnv
-from vbucket.model.entry import PREFIX_BYTES
+from vbucket.model.entry import PREFIX_BYTES, prev_seqno_of
 from vbucket.store.block import Block
 from vbucket.store.records import BY_SEQNO_TABLE
 
@@ -94,5 +96,17 @@ def _gives(other: SingleNode, node: SingleNode, block: Block) -> bool:
     if why or theirs.incomplete_snapshot is not None:
         return False
     entries = other.engine.versions.entries(theirs, block.first_seqno, last, 1 << 20)
-    frames = [entry[PREFIX_BYTES:] for entry in entries]
-    return frames == [entry[PREFIX_BYTES:] for entry in block.entries()]
+    return prove(entries, block.entries())
+
+
+def prove(entries: Sequence[bytes], own: Sequence[bytes]) -> bool:
+    """Whether versions of another copy tell all of a block's own ones. A copy does not know what
+    those replaced that came in the snapshot which filled it.
+    """
+    if [entry[PREFIX_BYTES:] for entry in entries] != [entry[PREFIX_BYTES:] for entry in own]:
+        return False
+    links = [*map(prev_seqno_of, own)]
+    differ = [
+        at for at, entry in enumerate(entries) if prev_seqno_of(entry) != links[at]
+    ]  # fmt: skip
+    return not differ or not any(links[: differ[-1] + 1])

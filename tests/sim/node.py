@@ -438,6 +438,7 @@ class SingleNode:
         self.connections.clear()
         self.settle(part.vb_id for part in self.engine.partitions)
         if self._has_begun:
+            self.store.refresh()  # it may know a block as it was when its page was wrong
             self._record.histories += self.histories()
 
     def stop(self) -> None:

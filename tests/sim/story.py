@@ -27,6 +27,7 @@ from sim.run import Options, Report, Simulation, replay_command
 from sim.world import MS, SECOND
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import META, is_deleted, key_of, seqno_of, value_of
+from vbucket.store.environment import StoreDamagedError
 
 WIDTH: Final = 100
 FAULTS_SHOWN: Final = 24
@@ -480,7 +481,10 @@ def _changes_in(node: SingleNode, vb_id: int) -> dict[int, str]:
     """Return seqno -> what a node holds there."""
     part = node.engine.partitions[vb_id]
     first = max(1, part.high_seqno - 200)
-    entries = node.engine.versions.entries(part, first, part.high_seqno, 1 << 30)
+    try:
+        entries = node.engine.versions.entries(part, first, part.high_seqno, 1 << 30)
+    except StoreDamagedError as error:
+        return {first: str(error)}
     return {seqno_of(entry): _change(entry) for entry in entries}
 
 

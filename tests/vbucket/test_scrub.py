@@ -364,18 +364,25 @@ class Compacted(NamedTuple):
 
 
 @contextmanager
-def compacted(floor: int, order: list[int], value_bytes: int) -> Iterator[Compacted]:
-    """Keys 0 to 3 have as many versions each. Key 3 ends with a deletion, which may be purged."""
+def compacted(
+    floor: int, order: list[int], value_bytes: int, filled: int = 0
+) -> Iterator[Compacted]:
+    """Keys 0 to 3 have as many versions each. Key 3 ends with a deletion, which may be purged.
+    `filled`: up to there the copy was filled by a snapshot, so it knows of nothing before.
+    """
     with TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         numbers = [at % 4 for at in order]
-        yield Compacted(store, *_compacted(store, floor, numbers, value_bytes=value_bytes))
+        yield Compacted(
+            store, *_compacted(store, floor, numbers, value_bytes=value_bytes, filled=filled)
+        )
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 60), st.permutations(range(60)))
-def test_a_copy_that_was_compacted_less_mends_a_block(floor: int, order: list[int]) -> None:
-    with compacted(floor, order, 900) as (store, versions, left):
+@given(st.integers(0, 60), st.integers(0, 70), st.permutations(range(60)))
+def test_a_copy_that_has_more_mends_a_block(floor: int, filled: int, order: list[int]) -> None:
+    """It was compacted less, or filled earlier."""
+    with compacted(floor, order, 900, filled) as (store, versions, left):
         before = pairs_in(store, BY_SEQNO_TABLE)
         (key,) = before
         overwrite(store, min(layout_of(store)[BY_SEQNO_TABLE].large), "zeros")
@@ -424,7 +431,7 @@ def test_what_many_compactions_left_is_made_only_where_it_fits() -> None:
 
 
 def _compacted(
-    store: Path, floor: int, numbers: list[int], *, value_bytes: int
+    store: Path, floor: int, numbers: list[int], *, value_bytes: int, filled: int
 ) -> tuple[list[bytes], list[bytes]]:
     """Write a partition of one block, compacted up to a floor; return its versions, and what is
     left of them.
@@ -445,7 +452,7 @@ def _compacted(
         entries.insert(0, entry)
         newest.setdefault(key, entry)
         if after[number] > floor and not (is_deletion and is_purged):
-            left.insert(0, entry)
+            left.insert(0, bytes(8) + entry[8:] if seqno <= filled else entry)
         after[number] = seqno
     keys = sorted(key for key in newest if not (is_purged and key == b"\0key 3"))
     record = RECORD._replace(last_seqno=len(numbers), versions=len(left), keys=len(keys))

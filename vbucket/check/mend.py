@@ -22,16 +22,16 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
 from vbucket.check.relist import RELISTED, Given, Lacking, left_by_compactions, relist
-from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
 from vbucket.model.flipped_bit import unflipped
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, may_have_size
@@ -52,6 +52,8 @@ _WHOLE: Final = 1 << 62
 _READ_BYTES: Final = 4 << 20
 _MENDS_MAX: Final = 8
 """Pages on the way to one key."""
+UNLINKED_MAX: Final = 256
+"""Ends of a snapshot that are tried for a block of a copy that was filled anew."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _crc32c = google_crc32c.value
 
@@ -142,8 +144,8 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     A block whose head is sound takes those of its versions that are damaged, each by its checksum.
     Otherwise, and where the disk cannot read it, the whole block is made of all of its versions,
     and the checksum of its first page, which has the block's checksums, must be the one that is
-    known. The other copy may have versions that this one has given up. Raises OSError,
-    StoreDamagedError.
+    known. The other copy may have versions that this one has given up, and know what they replaced
+    where this one was filled anew. Raises OSError, StoreDamagedError.
     """
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     if place is None or place.number is None:  # a small block of a leaf that was mended
@@ -159,7 +161,8 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         by_seqno = {seqno_of(entry): entry for entry in entries}
         own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
         fits = partial(may_have_size, place.size)
-        for taken in left_by_compactions(mender, vb_id, own, fits):
+        left = left_by_compactions(mender, vb_id, own, fits)
+        for taken in chain.from_iterable(map(_as_filled_anew, left)):
             made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
             is_like_it = len(made) == 1 and made[0][0] == key and len(made[0][1]) == place.size
             if is_like_it and mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):
@@ -184,6 +187,22 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
             return ""
     is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
     return FROM_COPY if is_sound else ""
+
+
+def _as_filled_anew(entries: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield versions as they are, and as copies have them that were filled anew: what came with the
+    snapshot replaced nothing there. Where that ended is not known; probably behind them.
+    """
+    yield entries
+    linked = [
+        at for at, entry in enumerate(entries)
+        if prev_seqno_of(entry) and entry[OPCODE_AT] != Opcode.DCP_SYSTEM_EVENT
+    ]  # fmt: skip
+    for count in range(len(linked), max(0, len(linked) - UNLINKED_MAX), -1):
+        unlinked = list(entries)
+        for at in linked[:count]:
+            unlinked[at] = bytes(8) + entries[at][8:]
+        yield unlinked
 
 
 def _rebuild(mender: PageMender, key: bytes, bad: BadPage) -> bool:

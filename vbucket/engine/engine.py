@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.engine.documents.json_value import datatype_of
 from vbucket.engine.documents.kept_xattrs import KeptXattrs, with_xattrs
@@ -561,10 +561,16 @@ class Engine:
     def expire_if_due(self, part: Partition, key: bytes) -> bool:
         """Expire a document that somebody asked for, if it is due; return whether it is. While the
         partition refuses writes, a due document counts as gone and expires later.
+
+        Raises RefusedError if another node may be master before it can expire: by a clock that is
+        behind, the document would be there again.
         """
         meta = self._due_meta(part, key)
         if meta is None:
             return False
+        if Hold.REPLICATION in part.holds:
+            why = part.holds[Hold.REPLICATION]
+            raise RefusedError(Status.ETMPFAIL, f"the document is due, and cannot expire: {why}")
         if not part.holds:
             self._expire(part, key, meta)
             self.expired_on_access += 1
