@@ -154,7 +154,6 @@ class PartitionStream(RetriedStream):
         """The server accepted. Its failover log replaces the client's."""
         self.state = PartitionStreamState.OPEN
         self.versions = versions
-        self.retry_ns = 0
         self.leave_snapshot()
 
     def move_over(self, mutations: Mutations) -> None:

@@ -112,15 +112,17 @@ OnReply = Callable[[Frame], None]
 class RetriedStream(Cursor):
     """A partition's stream, as the connection knows it."""
 
-    __slots__ = ("opaque", "retry_at_ns", "retry_ns", "vb_id")
+    __slots__ = ("opaque", "retry_at_ns", "retry_ns", "retry_seqno", "vb_id")
 
     def __init__(self, vb_id: int) -> None:
         self.vb_id = vb_id
         self.opaque = 0
         """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.retry_ns = 0
-        """The pause before the last attempt, 0 after a success."""
+        """The pause before the last attempt, 0 if there was none."""
         self.retry_at_ns = 0
+        self.retry_seqno = 0
+        """Where it was then."""
 
 
 S = TypeVar("S", bound=RetriedStream)
@@ -273,8 +275,14 @@ class StreamConnection(Generic[S]):
     def later(self, stream: S, first_ns: int, longest_ns: int) -> None:
         """Retry a stream after a pause, which doubles from `first_ns` to `longest_ns`.
 
-        Each is cut at random by up to half. The pause is reset when the stream opens.
+        Each is cut at random by up to half. A stream that has come further since its last attempt,
+        or was open for longer than that pause, begins with the first one again: one that opens and
+        ends at once, as its history cannot be read, does not.
         """
+        has_moved = stream.seqno != stream.retry_seqno
+        if has_moved or self.requests.now_ns - stream.retry_at_ns > longest_ns:
+            stream.retry_ns = 0
+        stream.retry_seqno = stream.seqno
         stream.retry_ns = min(max(first_ns, stream.retry_ns * 2), longest_ns)
         draws = self._setup.draws
         cut_ns = 0 if draws is None else int(stream.retry_ns * draws.random() / 2)
@@ -352,7 +360,7 @@ class StreamConnection(Generic[S]):
         outcome: StreamOutcome
         if verdict is Verdict.OPENED:
             versions = tuple(parse_failover_log(frame.value))
-            stream.opaque, stream.retry_ns = frame.opaque, 0
+            stream.opaque = frame.opaque
             self.open[frame.opaque] = stream
             outcome = Opened(versions)
         elif verdict is Verdict.BRANCHED and asked.start_seqno:

@@ -34,6 +34,7 @@ from dcp.wire.message import (
     MUTATION_EXTRAS,
     U32,
     VB_SEQNO,
+    EndReason,
     SnapshotMarker,
     pack_failover_log,
     pack_marker,
@@ -400,6 +401,23 @@ def test_ended_stream_is_asked_for_again(reason, again):
     if again != "homeless":
         (request,) = frames
         assert parse_stream_request(request.extras) == (0, 2, SEQNO_MAX, 77, 0, 5)
+
+
+def test_history_that_cannot_be_read_is_asked_for_less_and_less_often():
+    """The stream opens each time, and ends at once. A change shows that it works again."""
+    session = Session()
+    pauses, now_ns = [], 0
+    for seqno in (0, 0, 0, 0, 1, 0):
+        session.accept()
+        if seqno:
+            session.feed(session.marker(0, 1) + session.mutation(1), now_ns)
+        session.feed(pack_stream_end(17, session.opaque, EndReason.BACKFILL_FAILED), now_ns)
+        due_ns = session.core.streams.connection.next_due_ns
+        pauses.append((due_ns - now_ns) // RETRY_FIRST_NS)
+        now_ns = due_ns
+        session.core.tick(now_ns)
+        session.sent = session.decoder.feed(session.core.take_output())
+    assert pauses == [1, 2, 4, 8, 1, 2]
 
 
 # -- until now, from now ---------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class One:
 
     def __init__(self, vb_id=VB):
         self.vb_id = vb_id
-        self.opaque = self.retry_ns = self.retry_at_ns = 0
+        self.opaque = self.retry_ns = self.retry_at_ns = self.seqno = self.retry_seqno = 0
 
 
 class Owner:
@@ -240,7 +240,14 @@ def test_pauses_double_up_to_the_longest_and_begin_anew():
     assert owner.connection.next_due_ns is None
     owner.answered(Status.OK, pack_failover_log(LOG), stream)
     owner.connection.later(stream, 50, 300)
-    assert stream.retry_ns == 50
+    assert stream.retry_ns == 300, "it opened, and brought nothing"
+    stream.seqno = 1
+    owner.connection.later(stream, 50, 300)
+    owner.connection.later(stream, 50, 300)
+    assert stream.retry_ns == 100
+    owner.connection.requests.now_ns = stream.retry_at_ns + 301
+    owner.connection.later(stream, 50, 300)
+    assert stream.retry_ns == 50, "it was open for longer"
 
 
 @given(sizes=st.lists(st.integers(0, 700), max_size=30))
