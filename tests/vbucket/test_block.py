@@ -16,6 +16,7 @@ from vbucket.store.block import (
     BlockDamagedError,
     block_key,
     build_blocks,
+    follow_seqno,
     repack_blocks,
 )
 
@@ -91,8 +92,11 @@ def test_what_is_kept_of_blocks_makes_the_blocks_of_its_entries(
 
 def test_a_damaged_block_is_not_packed_again() -> None:
     ((key, value),) = build_blocks(5, entries_of([1, 2]), seqno_before=0)
+    damaged = Block(key, value[:-1] + b"?")
     with pytest.raises(BlockDamagedError, match="body"):
-        repack_blocks(5, [(Block(key, value[:-1] + b"?"), b"\1\0")], seqno_before=0)
+        repack_blocks(5, [(damaged, b"\1\0")], seqno_before=0)
+    with pytest.raises(BlockDamagedError, match="body"):
+        follow_seqno(damaged, 0)
 
 
 @pytest.mark.parametrize("seqnos", [[1, 2, 3, 4], [1, 2, 4, 9]])

@@ -219,11 +219,10 @@ def block_key(vb_id: int, seqno: int) -> bytes:
 
 
 def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
-    """Return key and value of a block with another `seqno_before`.
-
-    Frames and body keep their checksums, so damage to them is still noticed.
+    """Return key and value of a block with another `seqno_before`. Raises BlockDamagedError: what is
+    damaged is not written to other pages, whose checksums would be right.
     """
-    body = bytes(block.body)
+    body = block.checked_body()
     return _packed_block(
         block.vb_id, block.epoch, seqno_before, block.seqnos, block.prev_seqnos, block.ends,
         block.frame_crcs, body, block.body_crc,
