@@ -219,8 +219,9 @@ def block_key(vb_id: int, seqno: int) -> bytes:
 
 
 def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
-    """Return key and value of a block with another `seqno_before`. Raises BlockDamagedError: what is
-    damaged is not written to other pages, whose checksums would be right.
+    """Return key and value of a block with another `seqno_before`.
+
+    Raises BlockDamagedError: damage is not written to other pages, whose checksums would be right.
     """
     body = block.checked_body()
     return _packed_block(
