@@ -66,7 +66,6 @@ class ActiveStream:
         "filter",
         "flags",
         "framing",
-        "has_whole_default",
         "held_seqno",
         "ignores_purges",
         "is_active_only",
@@ -90,6 +89,7 @@ class ActiveStream:
         "takeover",
         "vb_id",
         "vb_uuid",
+        "whole",
     )
 
     def __init__(
@@ -134,7 +134,7 @@ class ActiveStream:
         self.skips_deletions = False
         """Whether its backlog leaves out deletions, because the client has nothing to delete."""
         self.filter = stream_filter
-        self.has_whole_default = stream_filter.has_whole_default
+        self.whole = stream_filter.whole
         """See StreamFilter. Kept here for the loop in C (vbucket/native/live_run.c)."""
         self.accepts: Accepts | None = None
         """The filter's test of keys for the snapshot under way; None: all keys pass."""

@@ -36,9 +36,9 @@ from dcp.wire.opcode import Opcode
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Partition
-from vbucket.model.manifest import DEFAULT_COLLECTION
+from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest
 from vbucket.store.plain_value import shown
-from vbucket.store.runs import ALL_PLAIN
+from vbucket.store.runs import ALL_PLAIN, UNPREFIXED
 from vbucket.store.store import FrameBatch
 
 # Plain numbers: an IntFlag's operators take 1 us each, as much as the rest of a marker.
@@ -50,6 +50,8 @@ _HISTORY: Final = int(MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
 
 _HAS_SNAPSHOT_ENDS: Final = 0x100
 """Beside the flags of `plain`: each snapshot has an end of its own (`LiveRun`)."""
+_ANY_COLLECTION: Final = 0x200
+"""The same: streams of everything may have changes of all collections."""
 
 Message = bytes | bytearray
 """One message to send, or several in one piece."""
@@ -74,6 +76,8 @@ class SnapshotWriter:
         self.plain: int | None = ALL_PLAIN
         """Which frames the codec leaves unchanged (flags of vbucket.store.block); None: none."""
         self._live_form: int | None = None
+        self._form_of: Manifest | None = None
+        """The collections for which that is the form."""
         self.refused_bytes = 0
         """Bytes that filters left out in this turn. The caller counts and resets them."""
         self.cut: PendingCut | None = None
@@ -83,23 +87,29 @@ class SnapshotWriter:
 
     def take_form(self, plain: int | None, codec: FrameCodec) -> None:
         """Note in which form frames are sent from now on; the terms may have changed, too."""
-        self.plain, self.codec, terms = plain, codec, self._terms
-        self._live_form = plain
-        if (
-            plain is None or terms.has_history or terms.has_previous_values
-            or terms.marker_version is not MarkerVersion.V1
-        ):  # fmt: skip
-            self._live_form = None
-        elif terms.has_snapshot_ends:
-            self._live_form = plain | _HAS_SNAPSHOT_ENDS
+        self.plain, self.codec, self._form_of = plain, codec, None
 
     @property
     def live_form(self) -> int | None:
-        """The form in which `LiveRun` may cut whole snapshots of live streams: `plain`, and whether
-        they have an end of their own. None: this connection's are unusual.
+        """The form in which `LiveRun` may cut whole snapshots of live streams: `plain`, whether
+        they have an end of their own, and other collections. None: this connection's are unusual.
         """
-        has_default = DEFAULT_COLLECTION in self._engine.keyspace.committed_manifest.collections
-        return self._live_form if has_default else None
+        manifest = self._engine.keyspace.committed_manifest
+        if manifest is not self._form_of:
+            self._form_of, self._live_form = manifest, self._form_with(manifest)
+        return self._live_form
+
+    def _form_with(self, manifest: Manifest) -> int | None:
+        form, terms = self.plain, self._terms
+        if (
+            form is None or terms.has_history or terms.has_previous_values
+            or terms.marker_version is not MarkerVersion.V1
+            or DEFAULT_COLLECTION not in manifest.collections
+        ):  # fmt: skip
+            return None
+        if terms.has_snapshot_ends:
+            form |= _HAS_SNAPSHOT_ENDS
+        return form if manifest.has_dropped or form & UNPREFIXED else form | _ANY_COLLECTION
 
     def may_go_on(self, stream: ActiveStream, part: Partition) -> bool:
         """Whether a copy that is no master still has what a stream goes on with. If its master has

@@ -403,7 +403,7 @@ def test_ended_stream_is_asked_for_again(reason, again):
         assert parse_stream_request(request.extras) == (0, 2, SEQNO_MAX, 77, 0, 5)
 
 
-def test_history_that_cannot_be_read_is_asked_for_less_and_less_often():
+def test_what_cannot_be_read_is_asked_for_less_and_less_often():
     """The stream opens each time, and ends at once. A change shows that it works again."""
     session = Session()
     pauses, now_ns = [], 0

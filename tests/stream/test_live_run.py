@@ -4,6 +4,9 @@ anything is unusual.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from stream.test_stream_cuts import draw
 from support.memory_node import MemoryNode, Peer
+from vbucket.model.manifest import Manifest
 
 pytestmark = pytest.mark.skipif(
     shell._live_run is None, reason="the loops in C are not built (scripts/compile)"
@@ -27,7 +31,9 @@ OPAQUES = (7, 7, 9)
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["set"] * 6 + ["delete", "commit", "commit", "commit", "cut", "merge", "branch"]
+            ["set"] * 6
+            + ["other", "commit", "commit", "commit"]
+            + ["delete", "cut", "merge", "branch", "create", "drop"]
         ),
         st.sampled_from([b"a", b"b", b"c"]),
         st.binary(max_size=40),
@@ -41,6 +47,10 @@ def followed(
 ) -> list[Peer]:
     """A client that writes, and some that follow."""
     node = MemoryNode(partitions=4)
+    manifest = node.engine.keyspace.manifest.create_scope("inventory")
+    node.engine.keyspace.set_manifest(manifest)
+    node.engine.keyspace.set_manifest(manifest.create_collection("inventory", "hotel"))
+    node.commit()
     writer, *followers = peers = [node.connect() for _ in range(1 + len(OPAQUES))]
     writer.hello(Feature.COLLECTIONS)
     for number, (follower, opaque) in enumerate(zip(followers, OPAQUES, strict=True)):
@@ -53,6 +63,10 @@ def followed(
             follower.control(b"x_closed_times", b"true")
         assert follower.stream(VB, opaque=opaque, value=value).status == Status.OK
     return peers
+
+
+def change_manifest(node: MemoryNode, change: Callable[[Manifest], Manifest]) -> None:
+    node.engine.keyspace.set_manifest(change(node.engine.keyspace.manifest))
 
 
 def sent(followers: list[Peer]) -> list[bytes]:
@@ -69,6 +83,15 @@ def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[
     for kind, key, value in story:
         if kind == "set":
             writer.ask(Opcode.SET, vb_id=VB, key=b"\0" + key, value=value, extras=bytes(8))
+        elif kind == "other":
+            writer.ask(Opcode.SET, vb_id=VB, key=b"\x08" + key, value=value, extras=bytes(8))
+        elif kind == "create":
+            name = f"more{node.engine.keyspace.manifest.uid}"
+            change_manifest(node, lambda now, name=name: now.create_collection("inventory", name))
+        elif kind == "drop" and "hotel" in {
+            each.name for each in node.engine.keyspace.manifest.collections.values()
+        }:
+            change_manifest(node, lambda now: now.drop_collection("inventory", "hotel"))
         elif kind == "delete":
             writer.ask(Opcode.DELETE, vb_id=VB, key=b"\0" + key)
         elif kind == "merge":
@@ -84,7 +107,7 @@ def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[
             found.append(sent(followers))
             for follower, opaque in zip(followers, OPAQUES, strict=True):
                 follower.stream(VB, at, opaque=opaque, flags=StreamFlag.FROM_LATEST)
-        else:
+        elif kind == "commit":
             node.commit()
             found.append(sent(followers))
     node.commit()
@@ -92,13 +115,14 @@ def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[
 
 
 FILTERS = (b"", b'{"collections": ["0"]}', b'{"scope": "0"}')
+MORE_FILTERS = (*FILTERS, b'{"collections": ["8"]}', b'{"collections": ["0", "8"]}')
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     story=steps,
     json=st.booleans(),
-    value=st.none() | st.sampled_from(FILTERS),
+    value=st.none() | st.sampled_from(MORE_FILTERS),
     has_ends=st.booleans(),
     has_cuts=st.booleans(),
 )
@@ -112,7 +136,7 @@ def test_both_ways_send_the_same(
 ) -> None:
     """`value` None: the clients know no collections."""
     features = [Feature.COLLECTIONS] * (value is not None) + [Feature.JSON] * json
-    given = {"has_ends": has_ends, "has_cuts": has_cuts, "value": value or b""}
+    given: dict[str, Any] = {"has_ends": has_ends, "has_cuts": has_cuts, "value": value or b""}
     in_c = told(story, followed(*features, **given))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shell, "_live_run", None)
@@ -160,4 +184,22 @@ def test_filters_that_leave_something_out_take_the_long_way() -> None:
         StreamFilter(collections=(8,)), StreamFilter(scope_id=8),
         StreamFilter(key_prefixes=(b"a",)),
     ]  # fmt: skip
-    assert [each.has_whole_default for each in filters] == [True] * 3 + [False] * 3
+    assert [each.whole for each in filters] == [1, 1, 2, 0, 0, 0]
+
+
+def test_other_collections_go_the_short_way_to_who_gets_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    story = [("other", b"a", b"v"), ("set", b"b", b"w"), ("commit", b"", b"")]
+    for value, is_short in ((b"", True), (b'{"collections": ["8"]}', False)):
+        peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True, value=value)
+        told(story, peers)
+        turns: list[int] = []
+        with monkeypatch.context() as patch:
+            take_turn = shell.Producer._take_turn
+            patch.setattr(
+                shell.Producer, "_take_turn",
+                lambda *given, take=take_turn, turns=turns: turns.append(1) or take(*given),
+            )  # fmt: skip
+            assert all(told(story, peers)[1])
+        assert bool(turns) is not is_short

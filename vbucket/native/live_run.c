@@ -4,8 +4,9 @@
    Invariants
    - a snapshot is sent as a whole, or nothing has changed;
    - it has what `SnapshotWriter` would send for it in one turn: marker, changes, end;
-   - all its changes are mutations of the default collection in the active layer, each of another
-     key, which the client gets as they are stored, but for the collection's byte;
+   - all its changes are mutations in the active layer, each of another key, which the client gets
+     as they are stored, but for the collection's byte. They are of the default collection, or the
+     client gets everything;
    - a snapshot is cut once for all streams that get the same: a cut is known by its last entry,
      which is kept with it. No entry above it was there before, so those below it are the same;
    - nothing beyond the pending cut of the connection is sent (dcp/stream/pending_cut.py). */
@@ -38,18 +39,19 @@
 #define STRIPPED 0x20
 #define UNPREFIXED 0x40
 #define HAS_SNAPSHOT_ENDS 0x100
+#define ANY_COLLECTION 0x200
+#define WHOLE 2 /* of a stream: dcp/stream/filter.py */
 #define DATATYPE_SNAPPY 0x02
 #define DATATYPE_XATTR 0x04
 
 enum { /* of a stream */
     VB_ID, OPAQUE, NEXT_SEQNO, END_SEQNO, SNAP_START_SEQNO, HELD_SEQNO, LIMIT_SEQNO,
-    SNAP_END_SEQNO, IS_BACKLOG, HAS_WHOLE_DEFAULT, TAKEOVER, RATE, FRAMING, STREAM_STATE,
-    STREAM_ATTRIBUTES
+    SNAP_END_SEQNO, IS_BACKLOG, PASSES, TAKEOVER, RATE, FRAMING, STREAM_STATE, STREAM_ATTRIBUTES
 };
 
 static const char *const stream_names[STREAM_ATTRIBUTES] = {
     "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
-    "snap_end_seqno", "is_backlog", "has_whole_default", "takeover", "rate", "framing",
+    "snap_end_seqno", "is_backlog", "whole", "takeover", "rate", "framing",
     "state",
 };
 
@@ -90,8 +92,8 @@ typedef struct {
 /* A snapshot, as it is sent. */
 typedef struct {
     uint64_t vb_id, opaque, first_seqno, start_seqno, end_seqno;
-    uint64_t form;
-    PyObject *entries; /* a reference of its own */
+    uint64_t form, passes; /* as a whole: 0 is nothing */
+    PyObject *entries;     /* a reference of its own */
     PyObject *last_entry;
     Py_ssize_t low; /* the index of its first change */
     size_t bytes;
@@ -113,8 +115,7 @@ static int is_it(const LiveRun *self, PyObject *stream, int attribute, PyObject 
 static int is_plain(const LiveRun *self, PyObject *stream)
 {
     const struct { int attribute; PyObject *value; } needed[] = {
-        {SNAP_END_SEQNO, Py_None}, {IS_BACKLOG, Py_False}, {HAS_WHOLE_DEFAULT, Py_True},
-        {TAKEOVER, Py_None}, {RATE, Py_None},
+        {SNAP_END_SEQNO, Py_None}, {IS_BACKLOG, Py_False}, {TAKEOVER, Py_None}, {RATE, Py_None},
     };
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++) {
         int outcome = is_it(self, stream, needed[i].attribute, needed[i].value);
@@ -127,18 +128,18 @@ static int is_plain(const LiveRun *self, PyObject *stream)
     return framing == NULL ? 0 : is_empty ? 1 : -1;
 }
 
-/* Reads the numbers of a stream. */
+/* Reads the numbers of a stream, if anything passes its filter as a whole. */
 static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot, uint64_t *end)
 {
     const struct { int attribute; uint64_t *to; } numbers[] = {
         {VB_ID, &snapshot->vb_id}, {OPAQUE, &snapshot->opaque},
         {NEXT_SEQNO, &snapshot->first_seqno}, {SNAP_START_SEQNO, &snapshot->start_seqno},
-        {END_SEQNO, end},
+        {PASSES, &snapshot->passes}, {END_SEQNO, end},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (!attribute_get_number(&self->of_stream[numbers[i].attribute], stream, numbers[i].to))
             return 0;
-    return 1;
+    return snapshot->passes ? 1 : -1;
 }
 
 /* Whether the partition is no copy of another node's. */
@@ -186,10 +187,11 @@ static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, ui
     if (is_read != 1)
         return is_read;
     uint64_t next = snapshot->first_seqno, limit = snapshot->limit_seqno;
+    int takes_all = snapshot->passes == WHOLE && (snapshot->form & ANY_COLLECTION);
     snapshot->has_more = committed > limit;
     snapshot->end_seqno = snapshot->has_more ? limit : committed;
     int may_send = next <= committed && committed < end && floor < next && purge < next &&
-                   other_high < next && branch <= committed_group &&
+                   (other_high < next || takes_all) && branch <= committed_group &&
                    (limit < next || snapshot->end_seqno - next < CHANGES_MAX);
     return may_send ? 1 : -1;
 }

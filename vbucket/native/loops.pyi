@@ -352,8 +352,9 @@ class LiveRun:
         `cut`: `seqnos`, `behind` and `waiting` of the pending cut. No stream goes beyond; one that
         is there leaves `behind`, and one that has more is in `waiting` then.
 
-        Messages are shorter than `turn_bytes` each, and than `bytes_max` together. The other flags
-        of `form` are those of `SnapshotWriter.plain`.
+        Messages are shorter than `turn_bytes` each, and than `bytes_max` together. With the flag
+        0x200 of `form`, streams of everything get changes of all collections. The other flags are
+        those of `SnapshotWriter.plain`.
         """
 
 class LogThread:
