@@ -275,9 +275,9 @@ class StreamConnection(Generic[S]):
     def later(self, stream: S, first_ns: int, longest_ns: int) -> None:
         """Retry a stream after a pause, which doubles from `first_ns` to `longest_ns`.
 
-        Each is cut at random by up to half. A stream that has come further since its last attempt,
-        or was open for longer than that pause, begins with the first one again: one that opens and
-        ends at once, as its history cannot be read, does not.
+        Each is cut at random by up to half. The first pause comes again for a stream that has come
+        further since its last attempt, or made that longer ago than the longest pause. One that
+        opens and ends at once, because its history cannot be read, has neither.
         """
         has_moved = stream.seqno != stream.retry_seqno
         if has_moved or self.requests.now_ns - stream.retry_at_ns > longest_ns:

@@ -117,12 +117,16 @@ def test_a_due_document_is_not_gone_while_it_cannot_expire(node: MemoryNode) -> 
     part.hold_writes(Hold.REPLICATION, WHY)
     connection.ask(get(VB, 2))
     connection.ask(get(VB, 3, opcode=Opcode.GET_META))
-    assert connection.left() == [(1, OK), (2, LATER), (3, LATER)]
+    path = pack_request(
+        Opcode.SUBDOC_GET, vb_id=VB, key=KEY, value=b"a", extras=b"\0\1\0", opaque=9
+    )
+    connection.ask(path)
+    assert connection.left() == [(1, OK), (2, LATER), (3, LATER), (9, LATER)]
     part.release_writes(Hold.REPLICATION)
     connection.ask(get(VB, 4))
     node.commit()
     commit(node, VB)
-    assert connection.left()[3:] == [(4, Status.KEY_ENOENT)]
+    assert connection.left()[4:] == [(4, Status.KEY_ENOENT)]
     assert part.high_seqno == 2, "it has expired"
 
 

@@ -191,7 +191,7 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
 
 def _as_filled_anew(entries: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     """Yield versions as they are, and as copies have them that were filled anew: what came with the
-    snapshot replaced nothing there. Where that ended is not known; probably behind them.
+    snapshot replaced nothing there. Where that ended is not known: most often behind all of them.
     """
     yield entries
     linked = [
