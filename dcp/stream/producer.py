@@ -392,9 +392,9 @@ class Producer:
             stream = ready.popleft()
             part = partitions[stream.vb_id]
             is_copy = part.has_copies and part.state is _REPLICA
-            if is_copy and not self.snapshots.may_go_on(stream, part):
+            if is_copy and (reason := self._why_copy_ends(stream, part)) is not None:
                 stream.state = _SENDING
-                self.end(stream, EndReason.STATE_CHANGED)
+                self.end(stream, reason)
                 continue
             stream.state = state = self._state_of(stream, part)
             if state is not _READY:
@@ -428,6 +428,14 @@ class Producer:
         self._engine.streamed_seqnos += seqnos
         self._count(sent)
         return sent
+
+    def _why_copy_ends(self, stream: ActiveStream, part: Partition) -> EndReason | None:
+        """Return why a stream of a copy that is no master does not go on; None: it does."""
+        try:
+            return None if self.snapshots.may_go_on(stream, part) else EndReason.STATE_CHANGED
+        except StoreDamagedError as error:
+            self.damages.append((stream.vb_id, str(error)))
+            return EndReason.BACKFILL_FAILED
 
     def _window_left(self) -> int:
         return self.window_bytes - self.unacked_bytes if self.window_bytes else TURN_BYTES

@@ -15,11 +15,13 @@ from dcp.stream import producer as shell
 from dcp.stream.filter import StreamFilter
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
-from dcp.wire.message import StreamFlag
+from dcp.wire.message import EndReason, StreamFlag, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from stream.test_stream_cuts import draw
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.partition import VbState
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.manifest import Manifest
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +71,7 @@ def change_manifest(node: MemoryNode, change: Callable[[Manifest], Manifest]) ->
     node.engine.keyspace.set_manifest(change(node.engine.keyspace.manifest))
 
 
-def sent(followers: list[Peer]) -> list[bytes]:
+def pumped(followers: list[Peer]) -> list[bytes]:
     found = [b"" for _ in followers]
     for place, follower in enumerate(followers):
         while follower.producer.has_output:
@@ -77,8 +79,20 @@ def sent(followers: list[Peer]) -> list[bytes]:
     return found
 
 
-def told(story: list[tuple[str, bytes, bytes]], peers: list[Peer]) -> list[list[bytes]]:
+def told(
+    story: list[tuple[str, bytes, bytes]], peers: list[Peer], *, is_copy: bool = False
+) -> list[list[bytes]]:
+    """`is_copy`: the partition is a replica whenever its streams are read."""
+
+    def sent(followers: list[Peer]) -> list[bytes]:
+        if is_copy:
+            part.has_copies, part.state = True, VbState.REPLICA
+        found = pumped(followers)
+        part.has_copies, part.state = False, VbState.ACTIVE
+        return found
+
     writer, *followers = peers
+    part = writer.node.engine.partitions[VB]
     node, found = writer.node, [sent(followers)]
     for kind, key, value in story:
         if kind == "set":
@@ -125,6 +139,7 @@ MORE_FILTERS = (*FILTERS, b'{"collections": ["8"]}', b'{"collections": ["0", "8"
     value=st.none() | st.sampled_from(MORE_FILTERS),
     has_ends=st.booleans(),
     has_cuts=st.booleans(),
+    is_copy=st.booleans(),
 )
 def test_both_ways_send_the_same(
     story: list[tuple[str, bytes, bytes]],
@@ -133,14 +148,15 @@ def test_both_ways_send_the_same(
     value: bytes | None,
     has_ends: bool,
     has_cuts: bool,
+    is_copy: bool,
 ) -> None:
     """`value` None: the clients know no collections."""
     features = [Feature.COLLECTIONS] * (value is not None) + [Feature.JSON] * json
     given: dict[str, Any] = {"has_ends": has_ends, "has_cuts": has_cuts, "value": value or b""}
-    in_c = told(story, followed(*features, **given))
+    in_c = told(story, followed(*features, **given), is_copy=is_copy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shell, "_live_run", None)
-        in_python = told(story, followed(*features, **given))
+        in_python = told(story, followed(*features, **given), is_copy=is_copy)
     assert in_c == in_python
 
 
@@ -163,8 +179,11 @@ def test_a_branch_is_cut_anew() -> None:
     assert all(b"newer" in found and b"older" not in found for found in last)
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("value", FILTERS)
-def test_a_plain_change_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+def test_a_plain_change_takes_the_short_way(
+    monkeypatch: pytest.MonkeyPatch, value: bytes, *, is_copy: bool
+) -> None:
     """Also of a client that asked for the default collection, and while a cut is pending."""
     peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True, has_cuts=True, value=value)
     story = [("set", b"a", b"v"), ("commit", b"", b"")]
@@ -172,10 +191,27 @@ def test_a_plain_change_takes_the_short_way(monkeypatch: pytest.MonkeyPatch, val
     monkeypatch.setattr(shell.Producer, "_take_turn", lambda *_: pytest.fail("the long way"))
     story = [("set", b"a", b"v"), ("cut", b"", b""), ("set", b"b", b"after the cut"), story[1]]
     story += [("set", b"b", b"v"), ("commit", b"", b"")]
-    found = told(story, peers)
+    found = told(story, peers, is_copy=is_copy)
     assert all(found[-2])
     cut = bytes((0x80, Opcode.DCP_CLOSED_TIME))
     assert all(data.index(cut) < data.index(b"after the cut") for data in found[1])
+
+
+@pytest.mark.parametrize("lacks", ["vb_uuid", "high_seqno", "incomplete_snapshot"])
+def test_a_copy_that_lacks_what_a_stream_has_ends_it(lacks: str) -> None:
+    """Its master has cut it back, or fills it anew."""
+    peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True)
+    told([("set", b"a", b"v"), ("set", b"b", b"v"), ("commit", b"", b"")], peers)
+    peers[0].ask(Opcode.SET, vb_id=VB, key=b"\0a", value=b"w", extras=bytes(8))
+    peers[0].node.commit()
+    part = peers[0].node.engine.partitions[VB]
+    part.has_copies, part.state = True, VbState.REPLICA
+    part.incomplete_snapshot = SnapshotWindow(2, 9, 0) if lacks == "incomplete_snapshot" else None
+    part.vb_uuid += lacks == "vb_uuid"
+    part.high_seqno -= 2 * (lacks == "high_seqno")
+    (frame,) = peers[1].drain()
+    assert frame.opcode == Opcode.DCP_STREAM_END
+    assert parse_stream_end(frame) == EndReason.STATE_CHANGED
 
 
 def test_filters_that_leave_something_out_take_the_long_way() -> None:

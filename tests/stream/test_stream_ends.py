@@ -82,6 +82,24 @@ def test_end_5_backfill_failed_when_the_store_cannot_be_read(
     assert issubclass(RecordDamagedError, StoreDamagedError)
 
 
+def test_end_5_backfill_failed_when_a_copy_cannot_read_its_events(
+    node: MemoryNode, writer: Peer, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its node knows the collections that its master's changes belong to."""
+
+    def damaged(*_: object) -> None:
+        raise RecordDamagedError("partition 7: the checksum does not match")
+
+    peer.stream(VB)
+    set_all(node, writer, "a")
+    part = node.engine.partitions[VB]
+    part.has_copies, part.state = True, VbState.REPLICA
+    part.tally.other_high_seqno = 1
+    monkeypatch.setattr(node.engine.versions, "system_keys", damaged)
+    assert ends(peer.drain()) == [EndReason.BACKFILL_FAILED]
+    assert peer.producer.damages == [(7, "partition 7: the checksum does not match")]
+
+
 # -- purges --------------------------------------------------------------------------------------
 
 

@@ -46,21 +46,21 @@
 
 enum { /* of a stream */
     VB_ID, OPAQUE, NEXT_SEQNO, END_SEQNO, SNAP_START_SEQNO, HELD_SEQNO, LIMIT_SEQNO,
-    SNAP_END_SEQNO, IS_BACKLOG, PASSES, TAKEOVER, RATE, FRAMING, STREAM_STATE, STREAM_ATTRIBUTES
+    SNAP_END_SEQNO, IS_BACKLOG, PASSES, TAKEOVER, RATE, FRAMING, STREAM_STATE, STREAM_UUID,
+    STREAM_ATTRIBUTES
 };
 
 static const char *const stream_names[STREAM_ATTRIBUTES] = {
     "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
-    "snap_end_seqno", "is_backlog", "whole", "takeover", "rate", "framing",
-    "state",
+    "snap_end_seqno", "is_backlog", "whole", "takeover", "rate", "framing", "state", "vb_uuid",
 };
 
 enum { COMMITTED_SEQNO, HISTORY_FLOOR, BRANCH_GROUP, PURGE_SEQNO, ACTIVE, TALLY, HAS_COPIES,
-       PART_STATE, PART_ATTRIBUTES };
+       PART_STATE, PART_UUID, HIGH_SEQNO, INCOMPLETE_SNAPSHOT, PART_ATTRIBUTES };
 
 static const char *const part_names[PART_ATTRIBUTES] = {
     "committed_seqno", "history_floor", "branch_group", "purge_seqno", "active", "tally",
-    "has_copies", "state",
+    "has_copies", "state", "vb_uuid", "high_seqno", "incomplete_snapshot",
 };
 
 /* A snapshot that was sent, for the next stream that gets the same. */
@@ -93,6 +93,7 @@ typedef struct {
 typedef struct {
     uint64_t vb_id, opaque, first_seqno, start_seqno, end_seqno;
     uint64_t form, passes; /* as a whole: 0 is nothing */
+    int is_copy;           /* of another node's partition */
     PyObject *entries;     /* a reference of its own */
     PyObject *last_entry;
     Py_ssize_t low; /* the index of its first change */
@@ -142,15 +143,35 @@ static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot
     return snapshot->passes ? 1 : -1;
 }
 
-/* Whether the partition is no copy of another node's. */
-static int is_master(const LiveRun *self, PyObject *part)
+/* Whether a copy of another node's partition still has what the stream goes on with
+   (SnapshotWriter.may_go_on). */
+static int may_go_on(const LiveRun *self, PyObject *stream, PyObject *part,
+                     const Snapshot *snapshot)
+{
+    uint64_t stream_uuid, part_uuid, high;
+    if (!attribute_get_number(&self->of_stream[STREAM_UUID], stream, &stream_uuid) ||
+        !attribute_get_number(&self->of_part[PART_UUID], part, &part_uuid) ||
+        !attribute_get_number(&self->of_part[HIGH_SEQNO], part, &high))
+        return 0;
+    PyObject *incomplete = attribute_get(&self->of_part[INCOMPLETE_SNAPSHOT], part);
+    int is_whole = incomplete == Py_None;
+    Py_XDECREF(incomplete);
+    if (incomplete == NULL)
+        return 0;
+    return is_whole && stream_uuid == part_uuid && snapshot->first_seqno <= high + 1 ? 1 : -1;
+}
+
+/* Whether the stream may read the partition: of a master, or of a copy that has all. */
+static int may_read(const LiveRun *self, PyObject *stream, PyObject *part, Snapshot *snapshot)
 {
     PyObject *has_copies = attribute_get(&self->of_part[HAS_COPIES], part);
     PyObject *state = has_copies != NULL ? attribute_get(&self->of_part[PART_STATE], part) : NULL;
-    int is_copy = has_copies == Py_True && state == self->replica;
+    snapshot->is_copy = has_copies == Py_True && state == self->replica;
     Py_XDECREF(has_copies);
     Py_XDECREF(state);
-    return state == NULL ? 0 : is_copy ? -1 : 1;
+    if (state == NULL)
+        return 0;
+    return snapshot->is_copy ? may_go_on(self, stream, part, snapshot) : 1;
 }
 
 /* Takes from the pending cut where the stream has to stop. */
@@ -187,7 +208,9 @@ static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, ui
     if (is_read != 1)
         return is_read;
     uint64_t next = snapshot->first_seqno, limit = snapshot->limit_seqno;
-    int takes_all = snapshot->passes == WHOLE && (snapshot->form & ANY_COLLECTION);
+    /* A copy may have events of collections that its node does not know yet. */
+    int takes_all = snapshot->passes == WHOLE && (snapshot->form & ANY_COLLECTION) &&
+                    !snapshot->is_copy;
     snapshot->has_more = committed > limit;
     snapshot->end_seqno = snapshot->has_more ? limit : committed;
     int may_send = next <= committed && committed < end && floor < next && purge < next &&
@@ -411,7 +434,7 @@ static int send(LiveRun *self, PyObject *stream, const Turn *turn, Snapshot *sna
     PyObject *part = PyList_GET_ITEM(turn->partitions, (Py_ssize_t)snapshot->vb_id);
     if (!Py_IS_TYPE(part, self->part))
         return -1;
-    outcome = is_master(self, part);
+    outcome = may_read(self, stream, part, snapshot);
     if (outcome == 1)
         outcome = read_limit(turn, snapshot);
     if (outcome == 1)
