@@ -543,6 +543,9 @@ def _start_or_mend(faults: Faults, machine: Machine, mend_disk: Mend) -> bool:
     is mended. Return whether it did.
     """
     machine.start()
+    if machine.node is None and not machine.refusals:
+        mend_disk()  # the start has met damage of the store, and comes again
+        return True
     if not machine.refusals:
         return False
     machine.refusals.clear()

@@ -420,7 +420,12 @@ class Simulation:
         on_disk = {machine.name: kept(machine.disk) for machine in self.machines}
         return [
             *receipts.named(gone, facts.cut_off, facts.lost, facts.lost_folders),
-            *receipts.still_there(facts.cut_off, facts.final, facts.handed),
+            *receipts.still_there(
+                facts.cut_off,
+                facts.final,
+                facts.handed,
+                {(each.vb_id, each.epoch) for each in facts.masterships},
+            ),
             *receipts.readable(facts.cut_off, facts.lost_folders, on_disk),
         ]
 
