@@ -28,9 +28,10 @@ DURABILITY_FRAME: Final = 1
 """Id of the frame info that asks for durability: u8 level, u16 timeout in ms."""
 _STORE_EXTRAS: Final = Struct(">II")
 _EXPIRY: Final = Struct(">I")
-_PUSH_EXTRAS: Final = Struct(">HBIB")
-"""No path, no path flags; expiry; the document's flag that makes it where there is none."""
-_MAKES_DOCUMENT: Final = 1
+_PATH_EXTRAS: Final = bytes(3)
+"""No path, no path flags; an expiry may follow."""
+_MAKES_DOCUMENT: Final = b"\1"
+"""The document's flag that makes it where there is none."""
 _COUNTER_EXTRAS: Final = Struct(">QQI")
 _COUNTS: Final = ((b"1", 5), (b"10", None), (b"100", 5))
 """Delta and initial number. They are few, so that equal writes without an answer are one case for
@@ -129,7 +130,9 @@ class Workload:
             operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
         number = crc32(operation.name.encode())  # nothing is drawn for these
         operation.flags = number * (number % 3 > 0)
-        if kind in _WITH_EXPIRY and not collection and number % 4 == 0:
+        # In clusters, requests and stores that are damaged stay as recorded seeds have them.
+        may_last = plan.nodes == 1 or not (plan.scrub_ns or kind is Kind.PUSH)
+        if kind in _WITH_EXPIRY and may_last and not collection and number % 4 == 0:
             operation.lasts_s = LASTS_S + number % 1000
         return operation
 
@@ -163,10 +166,8 @@ def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
     elif kind is Kind.OBSERVE:
         key, value = b"", U64.pack(operation.vb_uuid)
     elif kind is Kind.PUSH:
-        extras, value = (
-            _PUSH_EXTRAS.pack(0, 0, operation.lasts_s, _MAKES_DOCUMENT),
-            operation.argument,
-        )
+        expiry = _EXPIRY.pack(operation.lasts_s) if operation.lasts_s else b""
+        extras, value = _PATH_EXTRAS + expiry + _MAKES_DOCUMENT, operation.argument
     elif kind is Kind.SET_WITH_META:
         extras = META_EXTRAS.pack(operation.flags, 0, operation.rev_seqno, operation.initial)
         value = operation.argument
