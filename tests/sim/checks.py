@@ -17,6 +17,7 @@ from sim.checkers import (
     linearizable,
     liveness,
     membership,
+    metadata,
     replica_reads,
     shown,
     streams,
@@ -55,6 +56,8 @@ RULES: Final = {
     " takes effect between its request and its answer.",
     "answered writes": "A write that was answered is in the final history of its partition.",
     "expiry": "A document that has expired does not come back.",
+    "metadata": "Flags, expiry and revision of a document are what its changes asked for, or left"
+    " as it was, and what clients and consumers are told.",
     "replica reads": "What a replica answers was committed.",
     "rollbacks due": "A consumer that has what is not in history any more is sent back.",
     "cuts": "At a cut, a consumer holds one state of the store: what was answered before something"
@@ -108,13 +111,16 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
         "replica reads",
         replica_reads.uncommitted(facts.replica_reads, facts.histories, facts.committed),
     )
+    found += named("metadata", metadata.wrong(facts.operations, facts.told, facts.ledger))
     found += named(
         "rollbacks due",
         histories.not_rolled_back(facts.followed, facts.final),
     )
     found += named("cuts", cuts.broken(facts))
-    found += named("scans", shown.scans(facts.scans, facts.ledger))
-    found += named("hashes", shown.hashes(facts.hashes, facts.read_by_seqno, facts.ledger))
+    found += named("scans", shown.scans(facts.scans, facts.ledger, facts.excuses))
+    found += named(
+        "hashes", shown.hashes(facts.hashes, facts.read_by_seqno, facts.ledger, facts.excuses)
+    )
     found += named("repairs", shown.repairs(facts.repairs))
     found += named("damages", shown.damages(facts.damaged))
     found += named("batches", batches.torn(facts.batches, facts.ledger, facts.excuses))

@@ -40,6 +40,7 @@ from sim.bugs import BUGS
 from sim.cluster_node import ClusterNode
 from sim.damage_bugs import DAMAGE_BUGS
 from sim.machine import Machine
+from sim.metadata_bugs import METADATA_BUGS
 from sim.network import Side
 from sim.plan import MOVE_NODES
 from sim.planting import Bug, Replaced, all_replaced, answering, one
@@ -451,7 +452,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
     ),
 }
 """Name -> the bug."""
-PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS | DAMAGE_BUGS
+PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS | DAMAGE_BUGS | METADATA_BUGS
 """All of them."""
 
 

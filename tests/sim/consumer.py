@@ -41,7 +41,7 @@ from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError
 from dcp.wire.status import Status
 from sim.dialing import Dial
-from sim.facts import AfterCut, Begun, CutHeld, Facts, Map, RolledBack, Streamed
+from sim.facts import AfterCut, Begun, CutHeld, Facts, Map, RolledBack, Streamed, Told
 from sim.ledger import Log
 from sim.network import Network, Side
 from sim.plan import Plan
@@ -390,6 +390,10 @@ class SimConsumer:
         match event:
             case Mutation() | Deletion() | SeqnoAdvanced() | SystemEvent():
                 newest[vb_id] = event.seqno
+                if isinstance(event, Mutation) and not event.collection_id:
+                    self.facts.told[vb_id, event.seqno, event.cas] = Told(
+                        self.name, event.key, event.rev_seqno, event.flags, event.expiry_s
+                    )
             case StreamOpened():
                 if vb_id in newest:
                     self._received(vb_id, newest.pop(vb_id))

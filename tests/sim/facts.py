@@ -63,6 +63,9 @@ DEFINITE = frozenset(
     {Outcome.OK, Outcome.ABSENT, Outcome.EXISTS, Outcome.NOT_STORED, Outcome.NOT_A_NUMBER}
 )
 """Outcomes that tell something about the document."""
+LASTS_S = 864_000
+"""Ten days, to which a few minutes are added: such documents outlive the run, whatever clocks do.
+"""
 NOTHING_DONE = frozenset({Outcome.REFUSED, Outcome.NO_COLLECTION})
 
 
@@ -70,9 +73,9 @@ class Operation:
     """One operation of a client. `ended_ns` is None while it is under way."""
 
     __slots__ = (
-        "argument", "cas", "cas_asked", "client", "collection", "ended_ns", "expiry_s", "initial",
-        "invoked_ns", "key", "kind", "level", "name", "outcome", "rev_seqno", "seqno", "tries",
-        "value", "vb_id", "vb_uuid", "why",
+        "argument", "cas", "cas_asked", "client", "collection", "ended_ns", "expiry_s", "flags",
+        "initial", "invoked_ns", "key", "kind", "lasts_s", "level", "name", "outcome", "rev_seqno",
+        "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +113,8 @@ class Operation:
         self.collection = collection
         self.expiry_s = expiry_s
         """Seconds from the request on, 0: never."""
+        self.flags = self.lasts_s = 0
+        """What it stores beside the value, or was answered; an expiry that outlives the run."""
         self.rev_seqno = 0
         """Of SET_WITH_META: the revision that it asks for."""
         self.invoked_ns = invoked_ns
@@ -419,6 +424,20 @@ def cas_of(change: int) -> int:
     return change >> 32
 
 
+Place = tuple[int, int, int]
+"""Partition, seqno and CAS of a change."""
+
+
+class Told(NamedTuple):
+    """What a consumer was told of a document."""
+
+    consumer: str
+    key: bytes
+    rev_seqno: int
+    flags: int
+    expiry_s: int
+
+
 class Map(NamedTuple):
     """The documents of a master or a consumer, at rest."""
 
@@ -437,6 +456,8 @@ class Facts:
         self.followed: list[Streamed | RolledBack | Begun] = []
         """What consumers received, in that order."""
         self.replica_reads: list[Operation] = []
+        self.told: dict[Place, Told] = {}
+        """What consumers were told of documents of the default collection."""
         """Answered by GET_REPLICA. They are no operations of a register: they may be old."""
         self.collections: dict[str, int] = {}
         """The newest id of each name that exists."""

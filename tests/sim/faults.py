@@ -62,6 +62,8 @@ DAMAGED_MAX = 3
 FORGOTTEN_MAX = 5
 """Commits that a store forgets."""
 BRANCHES_MAX = 3
+EMPTIED_SHARE = 0.15
+"""Of many branches, so many are at 0."""
 """Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
 LEFT_BEHIND_LOOKS = 20
@@ -393,12 +395,15 @@ def clock_jump(faults: Faults) -> Mend | None:
 
 def branch(faults: Faults) -> Mend | None:
     """An operator branches a partition."""
-    machine = faults.running()
-    if machine is None or machine.host.is_paused or faults.branches >= BRANCHES_MAX:
+    plan, machine = faults.stage.plan, faults.running()
+    if machine is None or machine.host.is_paused or faults.branches >= plan.branches:
         return None
     assert machine.node is not None
-    vb_id = faults.world.below(faults.stage.plan.partitions)
-    if not machine.node.branch(vb_id, faults.world.draw.random()):
+    vb_id = faults.world.below(plan.partitions)
+    share = faults.world.draw.random()
+    if plan.branches > BRANCHES_MAX:
+        share = 0 if share < EMPTIED_SHARE else 1 - (1 - share) ** 2
+    if not machine.node.branch(vb_id, share):
         return None
     faults.branches += 1
     return _nothing
@@ -543,6 +548,9 @@ def _start_or_mend(faults: Faults, machine: Machine, mend_disk: Mend) -> bool:
     is mended. Return whether it did.
     """
     machine.start()
+    if machine.node is None and not machine.refusals:
+        mend_disk()  # the start has met damage of the store, and comes again
+        return True
     if not machine.refusals:
         return False
     machine.refusals.clear()

@@ -49,7 +49,7 @@ FOUND: Final = {
     "fenced-are-told": Found(2, "histories", "has another change with seqno"),
     "touch-in-vain": Found(7, "expiry", "an expired document is answered"),
     "expiry-is-lost": Found(9, "expiry", "an expired document is answered"),
-    "due-is-answered": Found(30, "expiry", "an expired document is answered"),
+    "due-is-answered": Found(30, "problem", "is due, and not paged out"),
     "pages-anywhere": Found(1, "crash", "AssertionError"),
     "revision-again": Found(1, "problem", "the revision of"),
     "last-one-wins": Found(1, "problem", "the revision of"),
@@ -98,5 +98,13 @@ FOUND: Final = {
     "copies-unasked": Found(6, "damages", "was not mended in time"),
     "repair-in-vain": Found(6, "damages", "it counts as mended"),
     "older-is-put": Found(6, "damages", "something else was put in its place"),
+    "counter-loses-expiry": Found(1, "metadata", "and had"),
+    "touch-loses-flags": Found(6, "metadata", "has flags 0, not"),
+    "part-loses-expiry": Found(1, "metadata", "has expiry 0, not about"),
+    "deletion-keeps-revision": Found(1, "metadata", "does not follow that of"),
+    "hashes-keep-undone": Found(54, "problem", "are not those of its documents"),
+    "cut-is-merged": Found(23, "histories", "has another change with seqno"),
+    "cache-survives-branch": Found(126, "linearizable", "is not linearizable"),
+    "replicas-forget-due": Found(4, "problem", "is due, and not paged out"),
 }
 """Bug -> how it is found."""

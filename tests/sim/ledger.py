@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from vbucket.engine.engine import FLAGS_AT
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import META, expiry_of, is_deleted, key_of, seqno_of, value_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
@@ -36,6 +37,7 @@ class Change(NamedTuple):
     rev_seqno: int
     value: bytes | None
     expiry_s: int
+    flags: int = 0
 
 
 class Point(NamedTuple):
@@ -104,6 +106,10 @@ class Ledger:
                 if max(first, began + 1) <= change.seqno <= min(end, last):
                     yield change
 
+    def logs(self) -> Iterator[tuple[int, Log]]:
+        """Yield each partition and version of which something was committed, with its history."""
+        yield from ((vb_id, log) for (vb_id, _), log in self._logs.items())
+
     def state(self, vb_id: int, log: Log, seqno: int) -> dict[bytes, Change]:
         """Return the documents of a partition at a seqno of a history."""
         state: dict[bytes, Change] = {}
@@ -168,4 +174,5 @@ def _change_of(entry: bytes) -> Change:
     return Change(
         key_of(entry)[1:], seqno_of(entry), cas, rev_seqno,
         None if is_gone else value_of(entry), 0 if is_gone else expiry_of(entry),
+        0 if is_gone else int.from_bytes(entry[FLAGS_AT : FLAGS_AT + 4], "big"),
     )  # fmt: skip

@@ -35,7 +35,7 @@ from sim.plan import Plan
 from sim.serving import ServedConnection
 from sim.twin_pages import TwinEnv
 from sim.upkeep import Upkeep
-from sim.world import MS, Host
+from sim.world import MS, SECOND, Host
 from support.credentials import OpenDoor
 from tests.memory.log_device import SegmentsOf
 from vbucket.check.store_check import StoreCheck
@@ -395,8 +395,7 @@ class SingleNode:
             self._enter(part)
 
     def _enter(self, part: Partition) -> None:
-        is_wanted = self._plan.probers or self._plan.cut_consumers
-        if is_wanted and part.state in {VbState.ACTIVE, VbState.FENCED}:
+        if part.state in {VbState.ACTIVE, VbState.FENCED}:
             with self._machine.env.as_written():
                 self._record.ledger.committed(self._world.now_ns, part, self.engine.versions)
 
@@ -421,9 +420,11 @@ class SingleNode:
         """Let what is due expire, though nobody asks for it."""
         if self._pager is not None and self._has_begun:
             self.before_commands()
-            self._pager.step(self.clock.wall_ns())
+            is_done = self._pager.step(self.clock.wall_ns())
             if self._pager.damages and self.scrubber is None:
                 self._record.problems += self._pager.damages
+            if is_done and not self._pager.damages:
+                self._record.problems += self._overdue()
             self._pager.damages.clear()
             self.after_commands()
             if self.engine.keyspace.has_pending:
@@ -539,6 +540,21 @@ class SingleNode:
     def damages(self) -> list[str]:
         """See SimNode."""
         return [*self._wrong_counts(), *self._findings()]
+
+    def _overdue(self) -> Iterator[str]:
+        """Tell which documents are due, though the pager has looked for them."""
+        engine, now_s = self.engine, self.clock.wall_ns() // SECOND
+        if not engine.keyspace.has_room or engine.write_refusal:
+            return
+        with self._machine.env.as_written():
+            for key in self._plan.wide_keys:
+                stored = DEFAULT_COLLECTION_PREFIX + key
+                part = engine.partitions[self._plan.vb_of(key)]
+                if part.state == VbState.ACTIVE and not part.holds:
+                    meta = engine.newest_meta(part.vb_id, stored)
+                    is_there = meta is not None and meta.opcode == Opcode.DCP_MUTATION
+                    if meta is not None and is_there and 0 < meta.expiry <= now_s:
+                        yield f"{self.name}, vb {part.vb_id}: {key!r} is due, and not paged out"
 
     def _wrong_counts(self) -> Iterator[str]:
         for part in self.engine.partitions:

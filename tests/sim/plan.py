@@ -176,6 +176,8 @@ class Plan(NamedTuple):
     scrub_ns: int = 0
     """In what time scrubbers read everything that is stored; 0: stores are not damaged while
     processes run, and nobody looks for it."""
+    branches: int = 3
+    """So many branches at most. With more of them, some are at 0 and most near the end."""
     older_formats: int = 0
     """0: all nodes speak the newest format of replication's messages. Any other number says which
     nodes speak the one before, from each start of their processes on (`format_at`)."""
@@ -279,6 +281,26 @@ def mixed(plan: Plan, draw: random.Random) -> Plan:
     # What the formats differ in is about copies that consumers read from.
     reads_copies = not (plan.acts or plan.cut_consumers) and draw.random() < 0.45
     return plan._replace(older_formats=older_formats, from_replicas=int(reads_copies))
+
+
+def reverted(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan of a node alone with many branches, between merges, compactions and starts.
+    Five seeds in six stay as they are. `draw` is a source of its own.
+    """
+    if plan.nodes > 1 or draw.random() >= 1 / 6:
+        return plan
+    faults = [name for name in plan.faults if draw.random() < 0.3 or name == "collections"]
+    return plan._replace(
+        partitions=draw.choice((2, 4)),
+        faults=(*faults, *("branch",) * (2 + 2 * len(faults)), "kill", "consumer_crash"),
+        branches=20,
+        fault_every_ns=draw.choice((40, 80, 150)) * MS,
+        load_ns=max(plan.load_ns, draw.choice((1500, 2500)) * MS),
+        memtable_bytes=2 << 10,
+        item_cache_bytes=16 << 10,
+        compact_share=draw.choice((0.0, 1.0)),
+        save_every_ns=draw.choice((50, 200, 1000)) * MS,
+    )
 
 
 def damaged(plan: Plan, draw: random.Random) -> Plan:

@@ -372,7 +372,13 @@ def _versions_of(entries: Iterable[bytes]) -> dict[int, tuple[bytes, int]]:
 def _packed(operation: Operation) -> bytes:
     key, value = operation.key, operation.argument
     head = BATCH_CHANGE.pack(
-        _MODES[operation.kind], 0, len(key), 0, 0, operation.cas_asked, len(value)
+        _MODES[operation.kind],
+        0,
+        len(key),
+        operation.flags,
+        operation.lasts_s,
+        operation.cas_asked,
+        len(value),
     )
     return head + key + value
 

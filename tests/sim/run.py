@@ -31,7 +31,17 @@ from sim.last_damage import damage_once_more, look_at
 from sim.machine import RESTART_NS, Machine
 from sim.network import Network
 from sim.node import SingleNode
-from sim.plan import Plan, about_elections, changed, damaged, drawn, mixed, probed, widened
+from sim.plan import (
+    Plan,
+    about_elections,
+    changed,
+    damaged,
+    drawn,
+    mixed,
+    probed,
+    reverted,
+    widened,
+)
 from sim.prober import Prober
 from sim.quarantine import kept
 from sim.reached import reached
@@ -40,7 +50,13 @@ from sim.twin_pages import TwinEnv
 from sim.world import MS, SECOND, Trace, World
 from support.forgetful_disk import ForgetfulEnv
 
-KINDS_OF_PLANS = (("wide", widened), ("probed", probed), ("mixed", mixed), ("media", damaged))
+KINDS_OF_PLANS = (
+    ("wide", widened),
+    ("probed", probed),
+    ("mixed", mixed),
+    ("media", damaged),
+    ("reverted", reverted),
+)
 """What is added to a plan, and the name of the source that it is drawn from."""
 LOOK_NS = 50 * MS
 """How often the end of the rest is looked for."""
@@ -420,7 +436,12 @@ class Simulation:
         on_disk = {machine.name: kept(machine.disk) for machine in self.machines}
         return [
             *receipts.named(gone, facts.cut_off, facts.lost, facts.lost_folders),
-            *receipts.still_there(facts.cut_off, facts.final, facts.handed),
+            *receipts.still_there(
+                facts.cut_off,
+                facts.final,
+                facts.handed,
+                {(each.vb_id, each.epoch) for each in facts.masterships},
+            ),
             *receipts.readable(facts.cut_off, facts.lost_folders, on_disk),
         ]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from struct import Struct
 from typing import Final
+from zlib import crc32
 
 from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.wire.frame import FLEX_HEADER, Frame, pack_request
 from dcp.wire.message import MUTATION_TOKEN, U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from sim.facts import Kind, Operation, Outcome
+from sim.facts import LASTS_S, Kind, Operation, Outcome
 from sim.plan import Plan
 from sim.world import World
 from vbucket.model.ids import vbucket_of
@@ -27,8 +28,10 @@ DURABILITY_FRAME: Final = 1
 """Id of the frame info that asks for durability: u8 level, u16 timeout in ms."""
 _STORE_EXTRAS: Final = Struct(">II")
 _EXPIRY: Final = Struct(">I")
-_PUSH_EXTRAS: Final = Struct(">HBB").pack(0, 0, 1)
-"""No path, no path flags; the document's flag that makes it where there is none."""
+_PATH_EXTRAS: Final = bytes(3)
+"""No path, no path flags; an expiry may follow."""
+_MAKES_DOCUMENT: Final = b"\1"
+"""The document's flag that makes it where there is none."""
 _COUNTER_EXTRAS: Final = Struct(">QQI")
 _COUNTS: Final = ((b"1", 5), (b"10", None), (b"100", 5))
 """Delta and initial number. They are few, so that equal writes without an answer are one case for
@@ -46,6 +49,7 @@ _TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
 _STORES: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE})
 _WITH_CAS: Final = frozenset({Kind.SET, Kind.REPLACE, Kind.DELETE, Kind.APPEND})
 READS: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.OBSERVE})
+_WITH_EXPIRY: Final = _STORES | {Kind.INCREMENT, Kind.PUSH}
 _WITH_VALUE: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.GET_AND_TOUCH})
 _OBSERVED: Final = Struct(">BHQQQ")
 """Form 0 of an OBSERVE_SEQNO: partition, version, persisted seqno, seqno. Form 1 has more."""
@@ -124,6 +128,12 @@ class Workload:
             operation.argument = operation.name.encode()
         elif kind is Kind.INCREMENT:
             operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
+        number = crc32(operation.name.encode())  # nothing is drawn for these
+        operation.flags = number * (number % 3 > 0)
+        # In clusters, requests and stores that are damaged stay as recorded seeds have them.
+        may_last = plan.nodes == 1 or not (plan.scrub_ns or kind is Kind.PUSH)
+        if kind in _WITH_EXPIRY and may_last and not collection and number % 4 == 0:
+            operation.lasts_s = LASTS_S + number % 1000
         return operation
 
     def cas_of(self, key: bytes) -> int:
@@ -149,21 +159,23 @@ def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
     kind, key = operation.kind, encode_leb128(operation.collection) + operation.key
     extras, value = b"", b""
     if kind in _STORES:
-        extras, value = _STORE_EXTRAS.pack(0, operation.expiry_s), operation.argument
+        expiry_s = operation.expiry_s or operation.lasts_s
+        extras, value = _STORE_EXTRAS.pack(operation.flags, expiry_s), operation.argument
     elif kind in _TOUCHES:
         extras = _EXPIRY.pack(operation.expiry_s)
     elif kind is Kind.OBSERVE:
         key, value = b"", U64.pack(operation.vb_uuid)
     elif kind is Kind.PUSH:
-        extras, value = _PUSH_EXTRAS, operation.argument
+        expiry = _EXPIRY.pack(operation.lasts_s) if operation.lasts_s else b""
+        extras, value = _PATH_EXTRAS + expiry + _MAKES_DOCUMENT, operation.argument
     elif kind is Kind.SET_WITH_META:
-        extras = META_EXTRAS.pack(0, 0, operation.rev_seqno, operation.initial)
+        extras = META_EXTRAS.pack(operation.flags, 0, operation.rev_seqno, operation.initial)
         value = operation.argument
     elif kind is Kind.APPEND:
         value = operation.argument
     elif kind is Kind.INCREMENT:
         initial = operation.initial
-        expiry = _NO_INITIAL if initial is None else 0
+        expiry = _NO_INITIAL if initial is None else operation.lasts_s
         extras = _COUNTER_EXTRAS.pack(int(operation.argument), initial or 0, expiry)
     opcode, vb_id, cas = _OPCODES[kind], operation.vb_id, operation.cas_asked
     if not (operation.level and has_durability):
@@ -192,6 +204,7 @@ def read_answer(operation: Operation, frame: Frame) -> Outcome | None:
             _, _, operation.vb_uuid, operation.seqno, _ = _OBSERVED.unpack_from(frame.value)
         elif operation.kind in _WITH_VALUE:
             operation.value = frame.value
+            operation.flags = int.from_bytes(frame.extras[-4:], "big")
         elif len(frame.extras) == MUTATION_TOKEN.size:
             operation.vb_uuid, operation.seqno = MUTATION_TOKEN.unpack(frame.extras)
         if operation.kind is Kind.INCREMENT and len(frame.value) == U64.size:

@@ -66,7 +66,7 @@ class Expiries:
         for operation in operations:
             if operation.outcome is not Outcome.OK or operation.collection:
                 continue
-            if operation.kind is Kind.GET:
+            if operation.kind in {Kind.GET, Kind.GET_REPLICA}:
                 reads.append(operation)
             elif operation.cas:
                 by_cas[operation.key, operation.cas].append(operation)

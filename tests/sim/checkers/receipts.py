@@ -74,12 +74,17 @@ def still_there(
     cut_off: Iterable[CutOffFact],
     final: Iterable[History],
     handed: Container[tuple[int, int]] = frozenset(),
+    served: Container[tuple[int, int]] | None = None,
 ) -> list[str]:
-    """What a quarantine file holds must be gone. `handed`: partition and epoch of each handover."""
+    """What a quarantine file holds must be gone. `handed`: partition and epoch of each handover.
+    `served`: those of each mastership that served. One that did not may be over before the replica
+    asks again, with its file on disk, and then nothing is cut off.
+    """
     by_vb = {history.vb_id: history for history in final}
     problems = []
     for fact in cut_off:
-        if _knows_too_little(fact, handed):
+        is_over = served is not None and (fact.cut.vb_id, fact.cut.epoch) not in served
+        if _knows_too_little(fact, handed) or (fact.dropped_in is None and is_over):
             continue
         history = by_vb.get(fact.cut.vb_id)
         for entry in fact.cut.entries:

@@ -9,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dcp.wire.hash_reads import KeyVersion, SentDocument
-from sim.facts import Damaged, HashesRead, Repair, Scanned
+from sim.clock import WALL_START_NS
+from sim.facts import LASTS_S, Damaged, Excuse, HashesRead, Repair, Scanned
 from sim.ledger import Change, Ledger, Span, advance, end_of
-from sim.world import MS
+from sim.world import MS, SECOND
 from vbucket.native.key_hashes import hash_of_document, hash_of_key
 
 SUM_MAX = 2**64
+LASTING_S = WALL_START_NS // SECOND + LASTS_S // 2
+"""What expires after that is not due in the run."""
 PUT_RIGHT = "put right"
 NAMED = "put right, because a merge or a start named it"
 """How a damage ends that nothing in the cluster has mended."""
 
 
-def scans(scanned: Iterable[Scanned], ledger: Ledger) -> list[str]:
+def scans(scanned: Iterable[Scanned], ledger: Ledger, excuses: Sequence[Excuse] = ()) -> list[str]:
     """A scan has the documents of one moment between its request and the answer to that."""
     problems = []
     for scan in scanned:
+        if _was_branched(excuses, scan.vb_id, scan.began_ns, scan.created_ns):
+            continue
         shown = {
             key: (seqno, cas, value)
             for key, (expiry_s, seqno, cas, value) in scan.documents.items()
-            if not expiry_s
+            if not expiry_s or expiry_s > LASTING_S
         }
         spans = ledger.spans(scan.vb_id, scan.began_ns, scan.created_ns)
         if spans and not any(_was_there(ledger, scan.vb_id, span, shown) for span in spans):
@@ -39,6 +44,14 @@ def scans(scanned: Iterable[Scanned], ledger: Ledger) -> list[str]:
                 f" {span.last_seqno} {_difference(shown, state)}"
             )
     return problems
+
+
+def _was_branched(excuses: Iterable[Excuse], vb_id: int, began_ns: int, ended_ns: int) -> bool:
+    """Whether an operator may have undone meanwhile what was shown, before it was committed."""
+    return any(
+        each.vb_id == vb_id and each.kind == "branch" and began_ns <= each.at_ns <= ended_ns
+        for each in excuses
+    )
 
 
 def _was_there(
@@ -58,7 +71,7 @@ def _lasting(state: dict[bytes, Change]) -> dict[bytes, tuple[int, int, bytes]]:
     return {
         key: (change.seqno, change.cas, change.value or b"")
         for key, change in state.items()
-        if not change.expiry_s
+        if not change.expiry_s or change.expiry_s > LASTING_S
     }
 
 
@@ -78,7 +91,10 @@ def _of(document: tuple[int, int, bytes] | None) -> str:
 
 
 def hashes(
-    read: Iterable[HashesRead], by_seqno: Sequence[tuple[int, int, SentDocument]], ledger: Ledger
+    read: Iterable[HashesRead],
+    by_seqno: Sequence[tuple[int, int, SentDocument]],
+    ledger: Ledger,
+    excuses: Sequence[Excuse] = (),
 ) -> list[str]:
     """Sums and keys are those of a recount at the seqno told, which is not older than the request;
     a document that is read by its seqno is the change with that seqno.
@@ -95,10 +111,11 @@ def hashes(
             and answer.seqno
             <= (end_of(span.log, answer.vb_uuid, max(span.last_seqno, span.log[0][1])) or 0)
         ]
-        if not spans:
+        if not spans and not _was_branched(excuses, answer.vb_id, answer.began_ns, answer.ended_ns):
             problems.append(
                 f"{where} as of version {answer.vb_uuid:x} seqno {answer.seqno}, where it was not"
             )
+        if not spans:
             continue
         state = ledger.state(answer.vb_id, spans[0].log, answer.seqno)
         problems += [f"{where}, and {what}" for what in _unlike(answer, state)]
