@@ -368,8 +368,8 @@ MUTATIONS = (
     ),
     Mutation(
         "failover-log-not-taken",
-        "        self.versions = versions\n        self.retry_ns = 0\n",
-        "        self.retry_ns = 0\n",
+        "        self.versions = versions\n        self.leave_snapshot()\n",
+        "        self.leave_snapshot()\n",
         ("test_consumer_core",),
     ),
     Mutation(

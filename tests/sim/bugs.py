@@ -10,6 +10,7 @@ from typing import Final
 from dcp.core.groups import WriteGroup
 from dcp.session.answers.held_answers import HeldAnswers, HeldBatch
 from dcp.stream.snapshots import Message
+from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 from sim.network import Side
 from sim.node import SingleNode
@@ -76,8 +77,14 @@ class ChangedOnTheWay(ServedConnection):
 
 
 def _changed(message: bytes) -> bytes:
-    is_document = message[1] == Opcode.DCP_MUTATION and message[-1:].isdigit()
-    return message[:-1] + b"?" if is_document else message
+    """Return one frame, or several in one piece."""
+    changed, at = bytearray(message), 0
+    while at < len(changed):
+        is_document = changed[at + 1] == Opcode.DCP_MUTATION
+        at += HEADER_BYTES + int.from_bytes(changed[at + 8 : at + 12], "big")
+        if is_document and changed[at - 1 : at].isdigit():
+            changed[at - 1 : at] = b"?"
+    return bytes(changed)
 
 
 class StreamsOtherValues(SingleNode):

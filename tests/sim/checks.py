@@ -43,6 +43,7 @@ CRASH: Final = "crash"
 
 RULES: Final = {
     "in-sync": "Whatever a node calls committed is on the disk of every member of the in-sync set.",
+    "durable": "A write that was answered as durable is on the disks of a majority of the copies.",
     "one master": "At any moment one node at most answers requests for a partition.",
     "streams end": "A master that was replaced ends its streams, so nobody is left with it.",
     "histories": "Two histories that share a version are equal up to the lower of their ends.",
@@ -78,6 +79,7 @@ RULES: Final = {
 DURING: Final[dict[str, Callable[[Facts], list[str]]]] = {
     PROBLEM: lambda facts: facts.problems,
     "in-sync": lambda facts: membership.lacking(facts.lacking),
+    "durable": lambda facts: facts.on_few_disks,
     "one master": lambda facts: membership.overlaps(facts.overlaps, facts.excuses),
     "streams end": lambda facts: membership.kept(facts.kept),
     "epochs": lambda facts: histories.masters(facts.masterships),

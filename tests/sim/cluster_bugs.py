@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from dcp.core.groups import Job, WriteGroup
+from dcp.session.answers import held_answers
 from dcp.session.answers import marks as answer_marks
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.stream.hub import StreamHub
@@ -36,6 +37,7 @@ from failover.rules.history import FailoverLog
 from failover.rules.isr import Acknowledgement, Candidate, Sender
 from failover.rules.promotion import FirstStep
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
+from failover.rules.write_answer import WriteState
 from sim.bugs import BUGS
 from sim.cluster_node import ClusterNode
 from sim.damage_bugs import DAMAGE_BUGS
@@ -50,6 +52,13 @@ from vbucket.engine.keyspace import Keyspace
 from vbucket.engine.partition import VbState
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.manifest import Manifest, events_between
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def _done_with_the_watermark(state: WriteState, seqno: int) -> bool:
+    return state.hw_seqno >= seqno
+
 
 # -- the high watermark ----------------------------------------------------------------------------
 
@@ -361,6 +370,12 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
             Replaced(promotion, "takes_over", _takes_over_unchecked),
             Replaced(Master, "_next_record", _hands_over_early),
         ),
+    ),
+    "durable-by-few": one(
+        "a durable write is answered although fewer than a majority of the copies are in sync",
+        held_answers,
+        "is_done",
+        _done_with_the_watermark,
     ),
     "old-record-believed": one(
         "somebody is elected by a record that may be older than another one",

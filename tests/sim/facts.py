@@ -456,14 +456,17 @@ class Facts:
         self.followed: list[Streamed | RolledBack | Begun] = []
         """What consumers received, in that order."""
         self.replica_reads: list[Operation] = []
+        """Answered by GET_REPLICA. They are no operations of a register: they may be old."""
         self.told: dict[Place, Told] = {}
         """What consumers were told of documents of the default collection."""
-        """Answered by GET_REPLICA. They are no operations of a register: they may be old."""
         self.collections: dict[str, int] = {}
         """The newest id of each name that exists."""
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
         self.lacking: list[Lacking] = []
+        self.durable: list[Operation] = []
+        """Writes that were answered as durable, until the disks are looked at."""
+        self.on_few_disks: list[str] = []
         self.kept: list[Kept] = []
         self.handed: dict[tuple[int, int], int] = {}
         """Partition and epoch of each handover -> the version that was handed over."""

@@ -2,6 +2,7 @@
 
 - what is committed is on the disk of every member of the in-sync set, at every moment. A change
   that is not may be lost by the next election, which needs two more failures to happen;
+- a write that was answered as durable is on the disks of a majority of the copies;
 - one node at a time answers for a partition;
 - a master that was replaced does not keep streams open: who reaches only it would stand still.
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from failover.rules.history import FailoverLog
-from failover.rules.replication_record import ReplicationRecord
+from failover.rules.replication_record import ReplicationRecord, majority
 from sim.facts import Facts, Kept, Lacking, Overlap
 from sim.machine import Machine
 from sim.world import MS, World
@@ -89,6 +90,8 @@ class InSyncWatch:
         self._masters: dict[int, tuple[int, str, int]] = {}
         """Partition -> highest epoch that was served, by whom, since when."""
         self._masterships_seen = 0
+        self._copies: dict[int, tuple[str, ...]] = {}
+        """By partition, the copies when it was looked at last."""
 
     def begin(self) -> None:
         """Look from now on."""
@@ -102,7 +105,11 @@ class InSyncWatch:
         """A node calls everything up to a seqno committed."""
         seqno, vb_id = part.committed_seqno, part.vb_id
         claim = self._claims.get(vb_id)
-        if claim is not None and claim.seqno >= seqno and not self._is_void(vb_id, claim):
+        if (
+            claim is not None
+            and claim.seqno >= seqno
+            and not self._is_void(vb_id, claim.at_ns, claim.seqno)
+        ):
             return
         if seqno == 0:
             return
@@ -128,19 +135,20 @@ class InSyncWatch:
             default=0,
         )
 
-    def _is_void(self, vb_id: int, claim: Claim) -> bool:
-        """Whether a branch or an unclean election may have cut a claim off."""
+    def _is_void(self, vb_id: int, at_ns: int, seqno: int) -> bool:
+        """Whether a branch or an unclean election may have cut off what was committed by then."""
         return any(
             excuse.vb_id == vb_id
             and excuse.kind != "purge"
-            and excuse.to_seqno < claim.seqno
-            and (excuse.until_ns is None or claim.at_ns <= excuse.until_ns)
+            and excuse.to_seqno < seqno
+            and (excuse.until_ns is None or at_ns <= excuse.until_ns)
             for excuse in self._facts.excuses
         )
 
     def _look(self) -> None:
         for vb_id in self._claims:
             self._look_at(vb_id)
+        self._look_at_durable()
         self._look_at_masters()
         self._look_at_streams()
         self._world.after(LOOK_NS, self._look)
@@ -162,7 +170,7 @@ class InSyncWatch:
                 # A replica has its master's versions before it has the changes in them.
                 end = min(end, synced_seqno)
             if (end is None or end < claim.seqno) and (vb_id, member) not in self._told:
-                if self._is_void(vb_id, claim):
+                if self._is_void(vb_id, claim.at_ns, claim.seqno):
                     return
                 self._told.add((vb_id, member))
                 self._facts.lacking.append(
@@ -187,6 +195,30 @@ class InSyncWatch:
             return None
         part = found[1].engine.partitions[vb_id]
         return part.failover, part.synced_seqno, part.leader_epoch
+
+    def _look_at_durable(self) -> None:
+        """Count the disks that have the writes which were answered as durable since the last look.
+        Those of partitions whose copies have changed are passed over.
+        """
+        facts, before = self._facts, self._copies
+        self._copies = {vb_id: self._record_of(vb_id).copies for vb_id in range(self._partitions)}
+        for write in facts.durable:
+            vb_id, seqno = write.vb_id, write.seqno
+            copies = self._copies[vb_id]
+            if copies != before.get(vb_id) or self._is_void(vb_id, write.ended_ns or 0, seqno):
+                continue
+            have = sum(self._keeps(member, vb_id, write.vb_uuid, seqno) for member in copies)
+            if have < (wanted := majority(self._record_of(vb_id).counted_copies)):
+                facts.on_few_disks.append(
+                    f"{write} was answered as durable, and is on {have} disks, not {wanted}"
+                )
+        facts.durable.clear()
+
+    def _keeps(self, member: str, vb_id: int, vb_uuid: int, seqno: int) -> bool:
+        """Whether a member has a change of a version on its disk."""
+        held = self._held(member, vb_id)
+        end = None if held is None else held[0].upper_of(vb_uuid, held[1])
+        return end is not None and held is not None and min(end, held[1]) >= seqno
 
     # -- masters -----------------------------------------------------------------------------------
 

@@ -130,6 +130,8 @@ class RoutedCaller:
             self._facts.operations.append(operation)
         operation.outcome = outcome
         operation.ended_ns = self._world.now_ns
+        if operation.level and operation.seqno:
+            self._facts.durable.append(operation)
         done(operation)
 
     def _send(self, operation: Operation, call: Call, send: Send, done: Done) -> None:

@@ -114,8 +114,8 @@ class Observer:
             raise FirstViolation([])
         facts = self._simulation.facts
         sizes = (
-            len(facts.problems), len(facts.lacking), len(facts.overlaps), len(facts.kept),
-            len(facts.masterships), len(facts.rolled_back), len(facts.histories),
+            len(facts.problems), len(facts.lacking), len(facts.on_few_disks), len(facts.overlaps),
+            len(facts.kept), len(facts.masterships), len(facts.rolled_back), len(facts.histories),
             len(facts.streamed), self._ended(),
         )  # fmt: skip
         if sizes == self._sizes:

@@ -13,13 +13,11 @@ from sim.facts import Damaged
 from sim.node import SingleNode
 from sim.run import Options, replay_command, run_seed
 from support.stored_bytes import pack_mutation
-from vbucket.check import mend
 from vbucket.store.records import BY_SEQNO_TABLE
 
 OF_FOUR = Options(nodes=4)
-DAMAGED_AGAIN, MET_BY_A_MERGE, FILLED_ANEW = 20079, 20035, 24001072
-"""A block that a copy has mended some seconds before; one that a merge meets first; one of a copy
-that was filled by a snapshot, and knows less of it than the others."""
+DAMAGED_AGAIN, MET_BY_A_MERGE = 20079, 20035
+"""A block that a copy has mended some seconds before; one that a merge meets first."""
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -30,15 +28,6 @@ def test_a_block_that_is_damaged_again_is_mended_in_time(
         monkeypatch.setattr(scrub_turns, "_since", lambda row: row.name)
     report = run_seed(DAMAGED_AGAIN, OF_FOUR)
     assert report.checks == (() if is_new else ("damages",)), replay_command(DAMAGED_AGAIN, OF_FOUR)
-
-
-@pytest.mark.parametrize("tries", [mend.UNLINKED_MAX, 0])
-def test_a_copy_that_was_filled_earlier_mends_a_block(
-    monkeypatch: pytest.MonkeyPatch, tries: int
-) -> None:
-    monkeypatch.setattr(mend, "UNLINKED_MAX", tries)
-    report = run_seed(FILLED_ANEW, OF_FOUR)
-    assert report.checks == (() if tries else ("damages",)), replay_command(FILLED_ANEW, OF_FOUR)
 
 
 def test_a_copy_that_was_filled_later_proves_nothing() -> None:

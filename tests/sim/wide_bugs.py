@@ -8,6 +8,7 @@ are widened or probed (`sim.plan`) reach them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from clients.consumer.batch_reader import CutMeeting
@@ -23,7 +24,7 @@ from dcp.session.state import SessionState
 from dcp.session.subdoc import json_operations
 from dcp.session.subdoc.json_operations import Edit
 from dcp.session.subdoc.json_scan import ValuePlace
-from dcp.stream import pending_cut
+from dcp.stream import pending_cut, producer
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.pending_cut import PendingCut
 from dcp.wire.frame import Frame
@@ -264,7 +265,7 @@ def _never_waits(cut: PendingCut, stream: ActiveStream) -> bool:
 def _told_early(cut: PendingCut, drawn: Cut, streams: Any) -> None:
     """A cut waits for one stream only."""
     _pending_init(cut, drawn, streams)
-    cut.behind = set(sorted(cut.behind)[:1])
+    cut.behind = set(sorted(cut.behind, key=attrgetter("vb_id"))[:1])
 
 
 _pending_init = PendingCut.__init__
@@ -478,8 +479,10 @@ WIDE_BUGS: Final[dict[str, Bug]] = {
         "a cut has changes of one partition that came later",
         pending_cut, "draw_cut", _cut_above_all, nodes=1,
     ),
-    "cut-passed": one(
-        "streams pass a cut before it is told", PendingCut, "reached_by", _never_waits, nodes=1
+    "cut-passed": Bug(
+        "streams pass a cut before it is told",
+        (Replaced(PendingCut, "reached_by", _never_waits), Replaced(producer, "_live_run", None)),
+        nodes=1,
     ),
     "cut-told-early": one(
         "a cut is told when the first stream has reached it",

@@ -82,7 +82,7 @@ def test_end_5_backfill_failed_when_the_store_cannot_be_read(
     assert issubclass(RecordDamagedError, StoreDamagedError)
 
 
-def test_end_5_backfill_failed_when_a_copy_cannot_read_its_events(
+def test_end_5_when_a_copy_cannot_read_its_events(
     node: MemoryNode, writer: Peer, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether its node knows the collections that its master's changes belong to."""
