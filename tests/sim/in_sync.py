@@ -201,10 +201,10 @@ class InSyncWatch:
         Those of partitions whose copies have changed are passed over.
         """
         facts, before = self._facts, self._copies
-        self._copies = {vb_id: self._record_of(vb_id).copies for vb_id in range(self._partitions)}
+        self._copies = {vb_id: self._record_of(vb_id).copies for vb_id in self._claims}
         for write in facts.durable:
             vb_id, seqno = write.vb_id, write.seqno
-            copies = self._copies[vb_id]
+            copies = self._copies.get(vb_id, ())
             if copies != before.get(vb_id) or self._is_void(vb_id, write.ended_ns or 0, seqno):
                 continue
             have = sum(self._keeps(member, vb_id, write.vb_uuid, seqno) for member in copies)
