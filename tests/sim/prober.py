@@ -38,6 +38,7 @@ from sim.world import MS, Host
 from vbucket.log.record import split_entries
 from vbucket.model.entry import META, key_of, seqno_of
 from vbucket.model.manifest import decode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 JSON_DATATYPE: Final = 1
 PAUSE_NS: Final = 30 * MS
@@ -280,8 +281,11 @@ class Prober:
         )  # fmt: skip
         if why or part.incomplete_snapshot is not None:
             return
-        with node._machine.env.as_written():
-            own = node.engine.versions.entries(part, *seqnos, 1 << 30)
+        try:
+            with node._machine.env.as_written():
+                own = node.engine.versions.entries(part, *seqnos, 1 << 30)
+        except StoreDamagedError:
+            return  # it knows a block as it was when its page was wrong
         entries = split_entries(answer.entries)
         self._facts.repairs.append(
             Repair(
