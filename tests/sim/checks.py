@@ -44,7 +44,8 @@ CRASH: Final = "crash"
 RULES: Final = {
     "in-sync": "Whatever a node calls committed is on the disk of every member of the in-sync set.",
     "durable": "A write that was answered as durable is on the disks of a majority of the copies.",
-    "one master": "At any moment one node at most answers requests for a partition.",
+    "one master": "At any moment one node at most answers requests for a partition, unless none of"
+    " those that do can commit anything.",
     "streams end": "A master that was replaced ends its streams, so nobody is left with it.",
     "histories": "Two histories that share a version are equal up to the lower of their ends.",
     "epochs": "A partition has one master in each epoch.",

@@ -504,6 +504,11 @@ class ClusterNode(SingleNode, NodeTurns):
         until_ns = mastership.confirmed_until_ns(leading.serving.confirmations(mastership))
         return mastership.service(now_ns, until_ns) in {Service.SERVING, Service.HANDING}
 
+    def may_commit(self, vb_id: int) -> bool:
+        """See Watched."""
+        mastership = self.core.master.masterships[vb_id]
+        return len(mastership.isr) >= mastership.min_in_sync
+
     def open_streams(self) -> list[tuple[int, str]]:
         """See Watched."""
         return [

@@ -47,6 +47,9 @@ class Watched(Protocol):
         stopped: if it went on now.
         """
 
+    def may_commit(self, vb_id: int) -> bool:
+        """Whether enough members are in sync for the high watermark of what it masters to rise."""
+
     def open_streams(self) -> list[tuple[int, str]]:
         """Return (partition, connection) of the streams of consumers."""
 
@@ -238,9 +241,12 @@ class InSyncWatch:
                 node.note_tail(vb_id)
         mastered = Counter(vb_id for node in nodes for vb_id in node.mastered())
         for vb_id in sorted(vb_id for vb_id, masters in mastered.items() if masters > 1):
-            answering = tuple(node.name for node in nodes if node.would_answer(vb_id))
-            if len(answering) > 1:
-                facts.overlaps.append(Overlap(self._world.now_ns, vb_id, answering))
+            answering = [node for node in nodes if node.would_answer(vb_id)]
+            # Masters of which none can commit answer reads of one state: after the store has gone
+            # back, a master goes on if the others are too few to commit (isr.may_change_record).
+            if len(answering) > 1 and any(node.may_commit(vb_id) for node in answering):
+                names = tuple(node.name for node in answering)
+                facts.overlaps.append(Overlap(self._world.now_ns, vb_id, names))
 
     def _look_at_streams(self) -> None:
         """Note the streams that a master keeps although another one serves in a later epoch."""
