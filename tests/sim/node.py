@@ -546,6 +546,8 @@ class SingleNode:
         engine, now_s = self.engine, self.clock.wall_ns() // SECOND
         if not engine.keyspace.has_room or engine.write_refusal:
             return
+        if self.scrubber is not None and self.scrubber.may_be_damaged:
+            return  # what could not be read is not looked for again until the next merge
         with self._machine.env.as_written():
             for key in self._plan.wide_keys:
                 stored = DEFAULT_COLLECTION_PREFIX + key
