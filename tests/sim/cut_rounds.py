@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dcp.server.storage.closed_times import time_to_reserve
+from dcp.server.storage.closed_times import keep_closed, time_to_reserve
 from dcp.session.nodes.cut_command import CutAnswer, read_cut_answer
 from dcp.stream.pending_cut import draw_own_cut
 from dcp.wire.frame import FrameDecoder
@@ -19,7 +19,6 @@ from failover.replication.cuts.cut_leader import CutEffect, Due, HangUp, LedCuts
 from failover.rules.cut import DRAW_NS_MAX, Ask
 from sim.network import Side
 from sim.world import MS
-from vbucket.engine.cut import close_time
 
 if TYPE_CHECKING:
     from sim.cluster_node import ClusterNode
@@ -35,7 +34,7 @@ class NodeCuts:
     def __init__(self, node: SingleNode) -> None:
         self._node = node
         self._is_writing = False
-        close_time(node.engine, node._machine.closed)
+        keep_closed(node.engine, node._machine.closed)
         node.host.after(CUT_NS, self._look)
 
     def _look(self) -> None:

@@ -45,7 +45,7 @@ class ClosedTimes:
         self._is_writing = False
         self._told = ""
         try:
-            close_time(engine, read_closed(data_dir))
+            keep_closed(engine, read_closed(data_dir))
         except FileNotFoundError:
             pass  # nothing was ever closed
         except (OSError, ValueError) as error:
@@ -74,6 +74,14 @@ class ClosedTimes:
             self._told = ""
             self._engine.closed_max = max(self._engine.closed_max, closed_max)
         self._is_writing = False
+
+
+def keep_closed(engine: Engine, closed_max: int) -> None:
+    """A start: take no CAS at or below what the disk has as reserved. Less is not reserved again: a
+    node of a cluster does not know yet what it will be asked to close.
+    """
+    close_time(engine, closed_max)
+    engine.closed_max = max(engine.closed_max, closed_max)
 
 
 def time_to_reserve(next_ns: int, closed_max: int) -> int | None:
