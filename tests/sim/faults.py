@@ -62,9 +62,9 @@ DAMAGED_MAX = 3
 FORGOTTEN_MAX = 5
 """Commits that a store forgets."""
 BRANCHES_MAX = 3
+"""Branches of a run, so that some history is left to check."""
 EMPTIED_SHARE = 0.15
 """Of many branches, so many are at 0."""
-"""Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
 LEFT_BEHIND_LOOKS = 20
 """How often a machine that is left behind is looked at, before it is started in any case."""

@@ -75,6 +75,8 @@ def test_clusters_that_move_copies_pass(first: int) -> None:
         (3, "", 23002158),
         # of a checker: two masters answered reads, and needed each other to commit anything
         (3, "", 23006246),
+        # a start read what was answered, died, and the next one cut it off: damaged meanwhile
+        (1, "", 21603222),
         (2, "", 22601079),  # a start reserved less time for cuts than was reserved before
         (3, "", 23003035),  # a compaction wrote a damaged block again, above its floor
         (2, "", 22000035),  # of a checker: it knew a block as it was when its page was wrong

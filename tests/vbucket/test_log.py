@@ -331,6 +331,27 @@ def test_recovery_syncs_what_it_has_read() -> None:
     assert device.unsynced_bytes == 0
 
 
+def test_what_a_start_has_found_is_never_cut_by_a_later_one() -> None:
+    """The power cut took the newest marks. Then the start that reads the log dies before it writes
+    anything, and the last group is damaged: it is no half-written one any more.
+    """
+    writer = written([b"a"], [b"b"])
+    device = writer.device
+    assert isinstance(device, MemoryLogDevice)
+    writer.sync()
+    old_marks = device.marks()
+    writer.append(writer.end.group + 1, b"answered")
+    writer.sync()
+    for slot, data in enumerate(old_marks):
+        device.mark(slot, data)
+    recovery = recover(device, 0)
+    assert [group.payload for group in recovery.groups()][-1] == b"answered"
+    recovery.finish()
+    device.flip(2, device.current_bytes - 1)
+    with pytest.raises(LogDamagedError):
+        list(recover(device, 0).groups())
+
+
 def test_finish_before_all_groups_were_read_is_a_fault() -> None:
     with pytest.raises(AssertionError):
         recover(device_with([b"a"]), 0).finish()

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vbucket.log.device import SEGMENT_HEADER_BYTES, LogDevice
+from vbucket.log.device import MARK_SLOTS, SEGMENT_HEADER_BYTES, LogDevice
 from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
     RECORD,
@@ -125,7 +125,8 @@ class Recovery:
     def finish(self) -> TornTail | None:
         """Write the log's end again, cut a torn tail and zeros, sync all, and return the torn tail.
 
-        Then everything that was read is on disk, and so is the end mark that was read. Raises
+        Then everything that was read is on disk, and so is an end mark that names its end: a start
+        that dies now, before anything is written, leaves a log that no later start may cut. Raises
         SyncFailedError, LogFullError, LogWriteError.
         """
         assert self._is_scanned, "iterate groups() to its end first"
@@ -133,8 +134,11 @@ class Recovery:
         if self._cut_to is not None:
             self._device.truncate(*self._cut_to)
         self._device.sync()
-        if self._mark.end is not None:
-            self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))
+        slot, sequence, marked = self._mark.slot, self._mark.sequence, self._mark.end
+        if marked is not None:
+            if self.end.group > marked.group:
+                slot, sequence, marked = (slot + 1) % MARK_SLOTS, sequence + 1, self.end
+            self._device.mark(slot, pack_mark(marked, sequence))
             self._device.sync_mark()
         return self.torn
 
