@@ -356,7 +356,9 @@ class PlanKeeper:
             return None
         placement = growth(view)
         if placement is None:
-            return None
+            if plan is None or not self._is_in_vain(plan):
+                return None
+            return self._ended(plan, term)
         wanted = {move.vb_id: move.wanted for move in placement.moves}
         operation = f"{self._owner}.grow.{view.revision}"
         record = plan_record(operation, PlanKind.GROW, wanted, members=members)
@@ -370,3 +372,9 @@ class PlanKeeper:
         return KeptPlan(
             Txn(compares, (put,)), f"cluster: copies of {len(wanted)} partitions follow"
         )
+
+    def _is_in_vain(self, plan: PlanRecord) -> bool:
+        """Whether a plan waits for members that were removed, while no copy is being filled."""
+        view = self._view
+        is_filling = any(stored.content.record.filling for stored in view.partitions.values())
+        return not is_filling and not set(plan.members) <= view.members.keys()
