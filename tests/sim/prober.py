@@ -167,7 +167,8 @@ class Prober:
                 go_on(frame.value)
 
         def take(scan_id: bytes, frame: Frame) -> None:
-            found.update(_scanned(frame.value))
+            if frame.status in {Status.OK, Status.RANGE_SCAN_MORE, Status.RANGE_SCAN_COMPLETE}:
+                found.update(_scanned(frame.value))
             if frame.status == Status.RANGE_SCAN_MORE:
                 self.host.after(self._world.below(10 * MS), go_on, scan_id)
             elif frame.status == Status.RANGE_SCAN_COMPLETE:
