@@ -331,7 +331,9 @@ def test_recovery_syncs_what_it_has_read() -> None:
     assert device.unsynced_bytes == 0
 
 
-def test_what_a_start_has_found_is_never_cut_by_a_later_one() -> None:
+def test_what_a_start_has_found_is_never_cut_by_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The power cut took the newest marks. Then the start that reads the log dies before it writes
     anything, and the last group is damaged: it is no half-written one any more.
     """
@@ -346,7 +348,16 @@ def test_what_a_start_has_found_is_never_cut_by_a_later_one() -> None:
         device.mark(slot, data)
     recovery = recover(device, 0)
     assert [group.payload for group in recovery.groups()][-1] == b"answered"
+    steps: list[int | str] = []
+    write_mark = device.mark
+    monkeypatch.setattr(
+        device, "mark", lambda slot, data: (steps.append(slot), write_mark(slot, data))
+    )
+    monkeypatch.setattr(device, "sync_mark", lambda: steps.append("sync"))
     recovery.finish()
+    read, _, found, _ = steps
+    assert steps == [read, "sync", found, "sync"], "the mark that was read is on disk first"
+    assert read != found
     device.flip(2, device.current_bytes - 1)
     with pytest.raises(LogDamagedError):
         list(recover(device, 0).groups())

@@ -134,13 +134,22 @@ class Recovery:
         if self._cut_to is not None:
             self._device.truncate(*self._cut_to)
         self._device.sync()
-        slot, sequence, marked = self._mark.slot, self._mark.sequence, self._mark.end
-        if marked is not None:
-            if self.end.group > marked.group:
-                slot, sequence, marked = (slot + 1) % MARK_SLOTS, sequence + 1, self.end
-            self._device.mark(slot, pack_mark(marked, sequence))
-            self._device.sync_mark()
+        self._write_marks()
         return self.torn
+
+    def _write_marks(self) -> None:
+        """Write the mark that was read again, and then one that names the end that was found, in
+        another slot: at any point there is one on the disk that is not being written.
+        """
+        mark = self._mark
+        if mark.end is None:
+            return
+        marks = [(mark.slot, mark.sequence, mark.end)]
+        if self.end.group > mark.end.group:
+            marks.append(((mark.slot + 1) % MARK_SLOTS, mark.sequence + 1, self.end))
+        for slot, sequence, end in marks:
+            self._device.mark(slot, pack_mark(end, sequence))
+            self._device.sync_mark()
 
     def rewrite_end(self) -> None:
         """Write all good records again that no sync is known to have covered. Sync afterwards.
