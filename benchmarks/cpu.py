@@ -20,10 +20,10 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - compact                           a version that a compaction drops
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
 - backfill_bare                    backfill_merged, for a client without collections
-- live, live_received               a change for one stream, which follows; its consumer's core
+- live, live_received               a change that one stream is sent; the core of its consumer
 
-Changes, GETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
---without-loops runs their twins in Python.
+Changes, GETs, merge, merge_update, compact and live run in C if the loops are built
+(vbucket/native); --without-loops runs their twins in Python.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from dcp.session.node_facts import Limits
 from dcp.session.session import Session
 from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.session.text import TextSession
+from dcp.stream import producer as producer_module
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.feature import Feature
@@ -107,6 +108,7 @@ class CoreNode:
         self.engine = Engine(self.store, drawn, NUM_VBUCKETS, 1 << 40)
         if not native:
             self.engine.set_run = self.engine.get_run = None
+            producer_module._live_run = None  # type: ignore[misc]  # noqa: SLF001 - no other switch
         self.writer = LogWriter(MemoryLogDevice())
         self.writer.rotate()
         self.hub = StreamHub()

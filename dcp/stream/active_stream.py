@@ -77,6 +77,7 @@ class ActiveStream:
         "opaque",
         "opaque_bytes",
         "opened_ns",
+        "passes",
         "purge_seqno",
         "rate",
         "skip",
@@ -89,7 +90,6 @@ class ActiveStream:
         "takeover",
         "vb_id",
         "vb_uuid",
-        "whole",
     )
 
     def __init__(
@@ -134,7 +134,7 @@ class ActiveStream:
         self.skips_deletions = False
         """Whether its backlog leaves out deletions, because the client has nothing to delete."""
         self.filter = stream_filter
-        self.whole = stream_filter.whole
+        self.passes = stream_filter.passes
         """See StreamFilter. Kept here for the loop in C (vbucket/native/live_run.c)."""
         self.accepts: Accepts | None = None
         """The filter's test of keys for the snapshot under way; None: all keys pass."""

@@ -34,9 +34,9 @@ from vbucket.store.store import Accepts
 
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
-WHOLE_DEFAULT: Final = 1
+PASSES_DEFAULT: Final = 1
 """The documents of the default collection, as long as there is one."""
-WHOLE: Final = 2
+PASSES_ALL: Final = 2
 """Everything, but for what dropped collections had."""
 _SCOPE_EVENTS: Final = frozenset({SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE})
 
@@ -47,7 +47,7 @@ class StreamFilter:
     """
 
     __slots__ = (
-        "_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited", "whole",
+        "_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited", "passes",
     )  # fmt: skip
 
     def __init__(
@@ -68,10 +68,10 @@ class StreamFilter:
         """Whether the client asked for less than everything."""
         has_default = collections is None or DEFAULT_COLLECTION in collections
         is_in_scope = scope_id is None or scope_id == DEFAULT_SCOPE
-        self.whole = WHOLE_DEFAULT if has_default and is_in_scope and not key_prefixes else 0
-        """What passes as a whole: WHOLE_DEFAULT, WHOLE, or nothing."""
+        self.passes = PASSES_DEFAULT if has_default and is_in_scope and not key_prefixes else 0
+        """What passes as a whole: PASSES_DEFAULT, PASSES_ALL, or 0, nothing."""
         if has_events and not self.is_limited:
-            self.whole = WHOLE
+            self.passes = PASSES_ALL
 
     @property
     def is_one_collection(self) -> bool:

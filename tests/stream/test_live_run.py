@@ -220,7 +220,7 @@ def test_filters_that_leave_something_out_take_the_long_way() -> None:
         StreamFilter(collections=(8,)), StreamFilter(scope_id=8),
         StreamFilter(key_prefixes=(b"a",)),
     ]  # fmt: skip
-    assert [each.whole for each in filters] == [1, 1, 2, 0, 0, 0]
+    assert [each.passes for each in filters] == [1, 1, 2, 0, 0, 0]
 
 
 def test_other_collections_go_the_short_way_to_who_gets_all(

@@ -40,7 +40,7 @@
 #define UNPREFIXED 0x40
 #define HAS_SNAPSHOT_ENDS 0x100
 #define ANY_COLLECTION 0x200
-#define WHOLE 2 /* of a stream: dcp/stream/filter.py */
+#define PASSES_ALL 2 /* of a stream: dcp/stream/filter.py */
 #define DATATYPE_SNAPPY 0x02
 #define DATATYPE_XATTR 0x04
 
@@ -52,7 +52,7 @@ enum { /* of a stream */
 
 static const char *const stream_names[STREAM_ATTRIBUTES] = {
     "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
-    "snap_end_seqno", "is_backlog", "whole", "takeover", "rate", "framing", "state", "vb_uuid",
+    "snap_end_seqno", "is_backlog", "passes", "takeover", "rate", "framing", "state", "vb_uuid",
 };
 
 enum { COMMITTED_SEQNO, HISTORY_FLOOR, BRANCH_GROUP, PURGE_SEQNO, ACTIVE, TALLY, HAS_COPIES,
@@ -209,7 +209,7 @@ static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, ui
         return is_read;
     uint64_t next = snapshot->first_seqno, limit = snapshot->limit_seqno;
     /* A copy may have events of collections that its node does not know yet. */
-    int takes_all = snapshot->passes == WHOLE && (snapshot->form & ANY_COLLECTION) &&
+    int takes_all = snapshot->passes == PASSES_ALL && (snapshot->form & ANY_COLLECTION) &&
                     !snapshot->is_copy;
     snapshot->has_more = committed > limit;
     snapshot->end_seqno = snapshot->has_more ? limit : committed;

@@ -23,6 +23,7 @@ from dcp.server.operate.reports import Count, UnixTime, VbId
 from dcp.server.storage.kept_consumers import KeptConsumers
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.group_command import group_in
+from dcp.wire.status import RefusedError
 from vbucket.engine.engine import SET, Engine
 from vbucket.engine.keeps import KeepState, keeps_of, position_of
 from vbucket.engine.partition import Partition, VbState
@@ -248,8 +249,8 @@ class ConsumerDesk:
         """Return the groups that a partition's master coordinates."""
         groups: list[LivingGroup] = []
         for key in self._keys(part, GROUP_PREFIX):
-            entry = self._engine.document_entry(part, DEFAULT_COLLECTION_PREFIX + key)
-            with suppress(ValueError):  # somebody else's document
+            with suppress(ValueError, RefusedError):  # somebody else's document, or it is due
+                entry = self._engine.document_entry(part, DEFAULT_COLLECTION_PREFIX + key)
                 group = group_in(b"" if entry is None else plain_value(entry))
                 sizes = {name: group.owners.count(name) for name in group.members}
                 name = key[len(GROUP_PREFIX) :].decode("utf-8", "replace")
