@@ -252,7 +252,7 @@ REPLICATION = (
     ),
     Mutation(
         "restart-forgets-what-is-closed",
-        "            close_time(engine, read_closed(data_dir))\n",
+        "            keep_closed(engine, read_closed(data_dir))\n",
         "            read_closed(data_dir)\n",
         ("test_consumer_cuts",),
     ),

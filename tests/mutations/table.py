@@ -153,8 +153,8 @@ MUTATIONS = (
     ),
     Mutation(
         "end-mark-only-synced-again",
-        "self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))\n",
-        "pass\n",
+        "            self._device.mark(slot, pack_mark(end, sequence))\n",
+        "            pass\n",
         ("test_power_loss",),
     ),
     # -- failover ------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ FOUND: Final = {
     "batch-lacks-last": Found(13, "linearizable", "is not linearizable"),
     "gap-is-read-over": Found(18, "crash", "MergeRefusedError"),
     "early-end-is-good": Found(84, "linearizable", "is not linearizable"),
-    "repair-takes-all": Found(36, "repairs", "may take seqno"),
+    "repair-takes-all": Found(128, "repairs", "may take seqno"),
     "repair-takes-older": Found(18, "repairs", "its block is not what it was"),
     "hashes-at-once": Found(4, "hashes", "where it was not"),
     "damage-is-answered": Found(87, "linearizable", "is not linearizable"),
