@@ -7,8 +7,8 @@
     blocks_lacking()              what another copy's versions could mend
     CopyRepairs, BlockRepair      which of these are asked for now, of whom, and what is taken
 
-`dcp.server.storage.process.scrubbing` and `dcp.server.cluster.peer_repair` run it with the store
-process and sockets; the simulator runs it in virtual time.
+`dcp.server.storage.process.scrubbing` and `dcp.server.cluster.repair.peer_repair` run it with the
+store process and sockets; the simulator runs it in virtual time.
 
 Invariants
 - at most ROWS_MAX damages are kept, the newest ones; each is told once, and again after a pass that

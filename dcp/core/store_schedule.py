@@ -7,7 +7,7 @@
     LOAD           documents of a restore into the store            (storage.loading)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
-    REPAIR         versions of another copy in place of damaged ones (cluster.peer_repair)
+    REPAIR         versions of another copy in place of damaged ones (cluster.repair.peer_repair)
     SCRUB          reads what nobody asks for, and looks for damage (storage.process.scrubbing)
 
     wants(work, now_s)                   work of this kind waits for its turn

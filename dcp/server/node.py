@@ -89,6 +89,7 @@ from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
 from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.log.record import LogDamagedError
 from vbucket.store.records import STORE_FORMAT_VERSION, kept_segments
 
 if TYPE_CHECKING:
@@ -223,8 +224,22 @@ class Node:
         # In a thread: recovery may take long, and orchestrators ask whether the process lives.
         admin_host = plain_host_of(self._settings)
         async with ProbesAtStart(admin_host, self._settings.admin_port) as probes:
-            self._storage = await asyncio.to_thread(open_storage)
+            self._storage = await self._opened_of_member(open_storage)
             await self._start(probes)
+
+    async def _opened_of_member(self, open_storage: Callable[..., Storage]) -> Storage:
+        """Open the folder of a member. A log that cannot be read is cut there, if the other copies
+        do without what it had. Raises as `start`.
+        """
+        try:
+            return await asyncio.to_thread(open_storage)
+        except LogDamagedError as error:
+            from dcp.server.cluster.repair.damaged_log import until_log_may_be_given_up
+
+            await until_log_may_be_given_up(
+                self.about.data_dir, self._settings, error, self._log, self._open_meta
+            )
+        return await asyncio.to_thread(partial(open_storage, accepts_log_loss=True))
 
     async def _start(self, probes: ProbesAtStart | None) -> None:
         """Start on the recovered folder."""
@@ -277,7 +292,7 @@ class Node:
             return
         from dcp.server.cluster.joining.becoming_member import own_record
         from dcp.server.cluster.joining.founding import found
-        from dcp.server.cluster.peer_repair import PeerRepair
+        from dcp.server.cluster.repair.peer_repair import PeerRepair
 
         repair = PeerRepair(
             self.engine, replicated, self.access.link_tls, self.write.scrubbing, self._log

@@ -316,16 +316,24 @@ async def test_process_that_starts_while_server_stops_gets_no_work(
     bench.may_end.set()
     with pytest.raises(StoreProcessDiedError):
         await bench.do(DIED)
-    late = Process(1)
+    late, has_begun, may_start = Process(1), asyncio.Event(), asyncio.Event()
 
     async def start() -> Process:
-        await bench.queue.stop()
+        has_begun.set()
+        await may_start.wait()
         return late
 
     monkeypatch.setattr(bench.queue._supervisor, "_start", start)
+    job = asyncio.create_task(bench.do())
+    await has_begun.wait()
+    stop = asyncio.create_task(bench.queue.stop())
+    await turns()
+    assert not stop.done(), "a process is being started"
+    may_start.set()
     with pytest.raises(StoreProcessDiedError, match="the server is stopping"):
-        await bench.do()
+        await job
     assert bench.done == [""], "only the first job was done"
+    assert await stop
     assert late.has_stopped
 
 

@@ -245,7 +245,7 @@ class Prober:
 
     def _versions(self, vb_id: int) -> None:
         """A copy asks another one for versions, as if it could not read its own, and takes them if
-        the rule says so (`dcp.server.cluster.peer_repair`).
+        the rule says so (`dcp.server.cluster.repair.peer_repair`).
         """
         machines = [each for each in self._machines if isinstance(each.node, SingleNode)]
         self._world.draw.shuffle(machines)

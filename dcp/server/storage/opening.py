@@ -40,6 +40,7 @@ from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import RECORD_TABLES, TABLES, CleanEnd, NodeRecord
+from vbucket.store.store import Store
 
 if TYPE_CHECKING:
     from dcp.server.config.settings import Settings
@@ -116,6 +117,22 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfileobj(old, new)
         new.flush()
         os.fsync(new.fileno())
+
+
+def stored_node(path: Path, settings: Settings) -> NodeRecord:
+    """Return what the store of a folder says of its node. Raises FolderError, StoreDamagedError,
+    StoreFailedError.
+    """
+    with contextlib.ExitStack() as opened:
+        folder = open_folder(path)
+        opened.callback(folder.close)
+        env = LmdbEnv(folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes)
+        opened.callback(env.close)
+        store = Store(env)
+        opened.callback(store.close)
+        node = store.node()
+        assert node is not None, "recovery has read it"
+        return node
 
 
 NODE_ID_BYTES: Final = 16

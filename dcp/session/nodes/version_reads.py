@@ -4,7 +4,7 @@
     answer     u64 committed seqno; value: u16 versions of the failover log, each u64 vb_uuid, u64
                seqno, u32 epoch, then the entries as the log has them
 
-Who calls it: `dcp.server.cluster.peer_repair`, which decides what it may take
+Who calls it: `dcp.server.cluster.repair.peer_repair`, which decides what it may take
 (`failover.rules.repair`).
 
 Invariant: only what is committed here is told, READ_BYTES_MAX of it and one version at most.

@@ -50,7 +50,7 @@ from dcp.server.cluster.member_link import (
 )
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import host_and_port, tls_address_of
-from dcp.server.cluster.version_request import VersionsRequest
+from dcp.server.cluster.repair.version_request import VersionsRequest
 from dcp.server.observe.housekeeping import Tasks
 from dcp.session.access.auth import AuthStep
 from dcp.wire.feature import Feature

@@ -44,13 +44,16 @@ from vbucket.upkeep.staging import MergeRefusedError
 class StoreSupervisor:
     """Keeps a store process running: starts it, and replaces one that failed, when the queue says.
 
-    Lives on one event loop. Invariant: no process is used after `stop`.
+    Lives on one event loop. Invariants: no process is used after `stop`, and none is left when it
+    has returned, also of a start that was under way.
     """
 
     def __init__(self, start: Callable[[], Awaitable[StoreProcess]]) -> None:
         self._start = start
         self._process: StoreProcess | None = None
         self._is_stopped = False
+        self._change = asyncio.Lock()
+        """Held while the process is replaced, or ended."""
 
     @property
     def process(self) -> StoreProcess:
@@ -67,20 +70,19 @@ class StoreSupervisor:
 
         Raises OSError if no other process can be started, StoreProcessDiedError after `stop`.
         """
-        if self._process is not failed:
-            return
-        await failed.stop()
+        async with self._change:
+            if self._process is not failed:
+                return
+            await failed.stop()
+            self._check()
+            self._process = await self._start()
         self._check()
-        process = await self._start()
-        if self._is_stopped:
-            process.kill()
-        self._check()
-        self._process = process
 
     async def stop(self) -> bool:
         """End the process; return whether it has ended."""
         self._is_stopped = True
-        return self._process is None or await self._process.stop()
+        async with self._change:
+            return self._process is None or await self._process.stop()
 
     def _check(self) -> None:
         if self._is_stopped:

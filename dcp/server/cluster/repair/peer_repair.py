@@ -26,8 +26,8 @@ from dcp.core.scrub_turns import AGAIN_S, BlockRepair, CopyRepairs, DamageRow
 from dcp.server.access.link_tls import LinkTls
 from dcp.server.cluster.joining.link_try import fault_of
 from dcp.server.cluster.node_map import tls_address_of
+from dcp.server.cluster.repair.version_request import VersionsRequest
 from dcp.server.cluster.replicated_node import ReplicatedNode
-from dcp.server.cluster.version_request import VersionsRequest
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.server.storage.process.store_queue import FAILURES

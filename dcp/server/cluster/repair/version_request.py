@@ -1,6 +1,6 @@
 """X_READ_VERSIONS at another node: the login and the request, as what is said on one connection.
 
-Who calls it: `dcp.server.cluster.peer_repair`.
+Who calls it: `dcp.server.cluster.repair.peer_repair`.
 """
 
 from __future__ import annotations

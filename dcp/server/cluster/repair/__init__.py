@@ -1,0 +1,1 @@
+"""Damage of a member is mended with what the other copies have."""
