@@ -225,6 +225,18 @@ def test_node_that_is_down_and_holds_nothing_holds_up_no_growth() -> None:
     assert even(cluster.copies(), "ab", 2 * PARTITIONS)
 
 
+def test_growth_for_a_member_that_was_removed_ends() -> None:
+    """Its partitions have enough copies without it: nothing else would end the plan."""
+    cluster = Cluster("ab", "ab", copies=2)
+    wanted = {vb: ("a", "b", "x") for vb in range(PARTITIONS)}
+    cluster.put_key(
+        KEYS.plan, encode_record(plan_record("t", PlanKind.GROW, wanted, members="abx"))
+    )
+    cluster.run(5)
+    assert KEYS.plan not in cluster.values()
+    assert even(cluster.copies(), "ab", 2 * PARTITIONS)
+
+
 def test_copies_of_a_node_that_is_down_stay() -> None:
     cluster = Cluster("abcd", "abc")
     before = cluster.records()
