@@ -228,7 +228,7 @@ def test_node_that_is_down_and_holds_nothing_holds_up_no_growth() -> None:
 def test_growth_for_a_member_that_was_removed_ends() -> None:
     """Its partitions have enough copies without it: nothing else would end the plan."""
     cluster = Cluster("ab", "ab", copies=2)
-    wanted = {vb: ("a", "b", "x") for vb in range(PARTITIONS)}
+    wanted = dict.fromkeys(range(PARTITIONS), ("a", "b", "x"))
     cluster.put_key(
         KEYS.plan, encode_record(plan_record("t", PlanKind.GROW, wanted, members="abx"))
     )
