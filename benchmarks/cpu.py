@@ -21,6 +21,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
 - backfill_bare                    backfill_merged, for a client without collections
 - live, live_received               a change that one stream is sent; the core of its consumer
+- live_elsewhere                    a change that a stream of another collection is only told of
 
 Changes, GETs, merge, merge_update, compact and live run in C if the loops are built
 (vbucket/native); --without-loops runs their twins in Python.
@@ -302,6 +303,27 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> di
     return {"live": sending_s / count, "live_received": receiving_s / count}
 
 
+def measure_elsewhere(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> float:
+    """Return the seconds to tell a stream of one collection of each change of another one."""
+    keyspace = node.engine.keyspace
+    keyspace.set_manifest(keyspace.manifest.create_collection("_default", "elsewhere"))
+    node.commit()
+    uid = max(keyspace.manifest.collections)
+    writer = node.session()
+    _, producer = node.follow(b'{"collections": ["%x"]}' % uid)
+    seconds = 0.0
+    for batch in (b"", *workload.batches("binary", indexes(12, keys, count), BATCH, pool)):
+        writer.receive(batch, NOW_NS)
+        writer.state.answers.clear()
+        node.commit()
+        began = time.process_time()
+        while producer.has_output:
+            producer.pump(PUMP_BYTES)
+        seconds += time.process_time() - began if batch else 0.0  # but for what it begins with
+    producer.close()
+    return seconds
+
+
 def measure_changes(
     node: CoreNode, session: Session, keys: int, count: int, pool: list[bytes]
 ) -> dict[str, float]:
@@ -432,6 +454,7 @@ def measure(
     updates = [sets(indexes(seed, keys, max(count, 3 * keys // 4))) for seed in (10, 11)]
     seconds |= measure_upkeep(node, session, updates)
     seconds |= measure_live(node, keys, count, pool)
+    seconds["live_elsewhere"] = measure_elsewhere(node, keys, count, pool) / count
     drive(node, session, sets(range(keys)))
     seconds |= measure_changes(node, session, keys, count, pool)
     seconds |= measure_text_changes(node, text, keys, count)

@@ -37,7 +37,8 @@ _HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
 PASSES_DEFAULT: Final = 1
 """The documents of the default collection, as long as there is one."""
 PASSES_ALL: Final = 2
-"""Everything, but for what dropped collections had."""
+"""Everything, but for what dropped collections had. Above these two: the documents and events of
+the one collection that has this id."""
 _SCOPE_EVENTS: Final = frozenset({SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE})
 
 
@@ -69,9 +70,11 @@ class StreamFilter:
         has_default = collections is None or DEFAULT_COLLECTION in collections
         is_in_scope = scope_id is None or scope_id == DEFAULT_SCOPE
         self.passes = PASSES_DEFAULT if has_default and is_in_scope and not key_prefixes else 0
-        """What passes as a whole: PASSES_DEFAULT, PASSES_ALL, or 0, nothing."""
+        """What passes as a whole: PASSES_DEFAULT, PASSES_ALL, a collection's id, or 0, nothing."""
         if has_events and not self.is_limited:
             self.passes = PASSES_ALL
+        if self.is_one_collection and has_events and not (has_default or key_prefixes):
+            (self.passes,) = self._collections or ()
 
     @property
     def is_one_collection(self) -> bool:

@@ -34,7 +34,7 @@ steps = st.lists(
     st.tuples(
         st.sampled_from(
             ["set"] * 6
-            + ["other", "commit", "commit", "commit"]
+            + ["other", "other", "commit", "commit", "commit"]
             + ["delete", "cut", "merge", "branch", "create", "drop"]
         ),
         st.sampled_from([b"a", b"b", b"c"]),
@@ -218,16 +218,18 @@ def test_filters_that_leave_something_out_take_the_long_way() -> None:
     filters = [
         StreamFilter(collections=(0, 8)), StreamFilter(scope_id=0), StreamFilter(),
         StreamFilter(collections=(8,)), StreamFilter(scope_id=8),
-        StreamFilter(key_prefixes=(b"a",)),
+        StreamFilter(key_prefixes=(b"a",)), StreamFilter(collections=(8, 9)),
+        StreamFilter(collections=(8,), key_prefixes=(b"a",)),
     ]  # fmt: skip
-    assert [each.passes for each in filters] == [1, 1, 2, 0, 0, 0]
+    assert [each.passes for each in filters] == [1, 1, 2, 8, 0, 0, 0, 0]
 
 
-def test_other_collections_go_the_short_way_to_who_gets_all(
+def test_other_collections_go_the_short_way_to_who_gets_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     story = [("other", b"a", b"v"), ("set", b"b", b"w"), ("commit", b"", b"")]
-    for value, is_short in ((b"", True), (b'{"collections": ["8"]}', False)):
+    values = (b"", b'{"collections": ["8"]}', b'{"scope": "8"}')
+    for value, is_short in zip(values, (True, True, False), strict=True):
         peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=True, value=value)
         told(story, peers)
         turns: list[int] = []
@@ -239,3 +241,40 @@ def test_other_collections_go_the_short_way_to_who_gets_all(
             )  # fmt: skip
             assert all(told(story, peers)[1])
         assert bool(turns) is not is_short
+
+
+def test_a_collection_whose_id_has_two_bytes_goes_the_short_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The id 137 begins as 9 does."""
+
+    def shown() -> list[list[Opcode]]:
+        peers = followed(Feature.COLLECTIONS, Feature.JSON, has_ends=False)
+        writer, follower, node = peers[0], peers[1], peers[0].node
+        for number in range(9, 138):
+            change_manifest(node, lambda now, n=number: now.create_collection("inventory", f"c{n}"))
+        node.commit()
+        pumped(peers[1:])
+        assert follower.stream(0, value=b'{"collections": ["89"]}').status == Status.OK
+        follower.drain()
+        found = []
+        for prefix in (b"\x89\x01", b"\x09", b"\x89\x01", b"\0"):
+            writer.ask(Opcode.SET, vb_id=0, key=prefix + b"a", value=b"v", extras=bytes(8))
+            node.commit()
+            turns.clear()
+            found.append([Opcode(frame.opcode) for frame in follower.drain()])
+        return found
+
+    turns: list[int] = []
+    take_turn = shell.Producer._take_turn
+    monkeypatch.setattr(
+        shell.Producer, "_take_turn", lambda *given: turns.append(1) or take_turn(*given)
+    )
+    in_python = [[Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_MUTATION],
+                 [Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_SEQNO_ADVANCED]] * 2  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(shell, "_live_run", None)
+        assert shown() == in_python
+        assert turns
+    assert shown() == in_python
+    assert not turns

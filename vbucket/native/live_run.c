@@ -6,7 +6,7 @@
    - it has what `SnapshotWriter` would send for it in one turn: marker, changes, end;
    - all its changes are mutations in the active layer, each of another key, which the client gets
      as they are stored, but for the collection's byte. They are of the default collection, or the
-     client gets everything;
+     client gets everything, or those of one other collection: then what is of others is left out;
    - a snapshot is cut once for all streams that get the same: a cut is known by its last entry,
      which is kept with it. No entry above it was there before, so those below it are the same;
    - nothing beyond the pending cut of the connection is sent (dcp/stream/pending_cut.py). */
@@ -21,6 +21,8 @@
 #define HEADER_BYTES 24
 #define MARKER_BYTES (HEADER_BYTES + 20)
 #define SNAPSHOT_END_BYTES (HEADER_BYTES + 8)
+#define ADVANCED_BYTES (HEADER_BYTES + 8)
+#define SEQNO_ADVANCED 0x64
 #define SNAPSHOT_MARKER 0x56
 #define SNAPSHOT_END 0xEE
 #define MEMORY 1              /* flag of a marker */
@@ -40,7 +42,9 @@
 #define UNPREFIXED 0x40
 #define HAS_SNAPSHOT_ENDS 0x100
 #define ANY_COLLECTION 0x200
-#define PASSES_ALL 2 /* of a stream: dcp/stream/filter.py */
+#define PASSES_ALL 2       /* of a stream: dcp/stream/filter.py */
+#define FIRST_COLLECTION 8 /* from here on it is the id of the one that passes */
+#define LEB128_BYTES_MAX 5
 #define DATATYPE_SNAPPY 0x02
 #define DATATYPE_XATTR 0x04
 
@@ -66,7 +70,7 @@ static const char *const part_names[PART_ATTRIBUTES] = {
 /* A snapshot that was sent, for the next stream that gets the same. */
 typedef struct {
     PyObject *message, *last_entry; /* NULL: none */
-    uint64_t first_seqno, start_seqno, form, opaque;
+    uint64_t first_seqno, start_seqno, form, passes, opaque;
 } Cut;
 
 /* What is asked for in one turn of a connection. */
@@ -93,7 +97,10 @@ typedef struct {
 typedef struct {
     uint64_t vb_id, opaque, first_seqno, start_seqno, end_seqno;
     uint64_t form, passes; /* as a whole: 0 is nothing */
-    int is_copy;           /* of another node's partition */
+    uint8_t key_start[LEB128_BYTES_MAX]; /* of the keys that are shown */
+    size_t key_start_bytes;              /* 0: all are */
+    uint64_t shown_seqno;                /* the last one that is shown; 0: none is */
+    int is_copy;                         /* of another node's partition */
     PyObject *entries;     /* a reference of its own */
     PyObject *last_entry;
     Py_ssize_t low; /* the index of its first change */
@@ -129,6 +136,18 @@ static int is_plain(const LiveRun *self, PyObject *stream)
     return framing == NULL ? 0 : is_empty ? 1 : -1;
 }
 
+/* Notes how the keys of the one collection begin that passes, if it is one: its id as LEB128. */
+static void note_collection(Snapshot *snapshot)
+{
+    uint64_t left = snapshot->passes;
+    snapshot->key_start_bytes = 0;
+    if (left < FIRST_COLLECTION || left > UINT32_MAX)
+        return;
+    for (; left; left >>= 7)
+        snapshot->key_start[snapshot->key_start_bytes++] = (uint8_t)(left & 0x7F) |
+                                                           (left > 0x7F ? 0x80 : 0);
+}
+
 /* Reads the numbers of a stream, if anything passes its filter as a whole. */
 static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot, uint64_t *end)
 {
@@ -140,6 +159,7 @@ static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (!attribute_get_number(&self->of_stream[numbers[i].attribute], stream, numbers[i].to))
             return 0;
+    note_collection(snapshot);
     return snapshot->passes ? 1 : -1;
 }
 
@@ -209,31 +229,46 @@ static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, ui
         return is_read;
     uint64_t next = snapshot->first_seqno, limit = snapshot->limit_seqno;
     /* A copy may have events of collections that its node does not know yet. */
-    int takes_all = snapshot->passes == PASSES_ALL && (snapshot->form & ANY_COLLECTION) &&
-                    !snapshot->is_copy;
+    int knows_all = (snapshot->form & ANY_COLLECTION) && !snapshot->is_copy;
+    int may_take = snapshot->key_start_bytes ? knows_all
+                                             : other_high < next ||
+                                                   (snapshot->passes == PASSES_ALL && knows_all);
     snapshot->has_more = committed > limit;
     snapshot->end_seqno = snapshot->has_more ? limit : committed;
     int may_send = next <= committed && committed < end && floor < next && purge < next &&
-                   (other_high < next || takes_all) && branch <= committed_group &&
+                   may_take && branch <= committed_group &&
                    (limit < next || snapshot->end_seqno - next < CHANGES_MAX);
     return may_send ? 1 : -1;
 }
 
-/* Whether an entry is the mutation of this seqno, of a key that has no older version in the
-   snapshot, and in a form that the client gets. Adds its bytes. */
+/* Whether an entry is a mutation of a collection that is shown. */
+static int is_shown(const Snapshot *snapshot, PyObject *entry)
+{
+    size_t bytes = snapshot->key_start_bytes;
+    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
+    return (size_t)PyBytes_GET_SIZE(entry) >= MUTATION_BYTES_MIN - 1 + bytes &&
+           memcmp(at + MUTATION_BYTES_MIN - 1, snapshot->key_start, bytes) == 0;
+}
+
+/* Whether an entry is the mutation of this seqno, and left out, or of a key that has no older
+   version in the snapshot, and in a form that the client gets. Adds the bytes of what is shown. */
 static int is_sent_plain(Snapshot *snapshot, PyObject *entry, uint64_t seqno)
 {
     if (!PyBytes_CheckExact(entry) || PyBytes_GET_SIZE(entry) < MUTATION_BYTES_MIN)
         return 0;
     const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
+    if (at[ENTRY_OPCODE_AT] != MUTATION || be64(at + ENTRY_SEQNO_AT) != seqno)
+        return 0;
+    if (!is_shown(snapshot, entry))
+        return 1;
+    snapshot->shown_seqno = seqno;
     uint8_t refused = snapshot->form & ONLY_RAW ? 0xFF : 0;
     refused |= snapshot->form & ONLY_UNPACKED ? DATATYPE_SNAPPY : 0;
     refused |= snapshot->form & STRIPPED ? DATATYPE_XATTR : 0;
     snapshot->bytes += (size_t)PyBytes_GET_SIZE(entry) - PREFIX_BYTES;
     if (snapshot->form & UNPREFIXED)
         snapshot->bytes--;
-    return at[ENTRY_OPCODE_AT] == MUTATION && !(at[ENTRY_DATATYPE_AT] & refused) &&
-           be64(at + ENTRY_SEQNO_AT) == seqno && be64(at) < snapshot->first_seqno;
+    return !(at[ENTRY_DATATYPE_AT] & refused) && be64(at) < snapshot->first_seqno;
 }
 
 /* Finds the changes in the active layer. */
@@ -275,6 +310,8 @@ static int are_sent_plain(Snapshot *snapshot)
     for (uint64_t seqno = snapshot->first_seqno; seqno <= snapshot->end_seqno; seqno++, at++)
         if (!is_sent_plain(snapshot, PyList_GET_ITEM(snapshot->entries, at), seqno))
             return 0;
+    if (snapshot->shown_seqno != snapshot->end_seqno)
+        snapshot->bytes += ADVANCED_BYTES;
     return 1;
 }
 
@@ -316,9 +353,16 @@ static PyObject *written(const Snapshot *snapshot)
     put_be(at + 16, MEMORY, 4);
     at += MARKER_BYTES - HEADER_BYTES;
     uint64_t count = snapshot->end_seqno - snapshot->first_seqno + 1;
-    for (uint64_t i = 0; i < count; i++)
-        at = write_change(at, snapshot,
-                          PyList_GET_ITEM(snapshot->entries, snapshot->low + (Py_ssize_t)i));
+    for (uint64_t i = 0; i < count; i++) {
+        PyObject *entry = PyList_GET_ITEM(snapshot->entries, snapshot->low + (Py_ssize_t)i);
+        if (is_shown(snapshot, entry))
+            at = write_change(at, snapshot, entry);
+    }
+    if (snapshot->shown_seqno != snapshot->end_seqno) {
+        at = write_head(at, snapshot, SEQNO_ADVANCED, ADVANCED_BYTES - HEADER_BYTES);
+        put_be(at, snapshot->end_seqno, 8);
+        at += ADVANCED_BYTES - HEADER_BYTES;
+    }
     if (snapshot->form & HAS_SNAPSHOT_ENDS) {
         at = write_head(at, snapshot, SNAPSHOT_END, SNAPSHOT_END_BYTES - HEADER_BYTES);
         put_be(at, snapshot->end_seqno, 8);
@@ -390,6 +434,7 @@ static void keep_cut(LiveRun *self, Cut *cut, const Snapshot *snapshot, PyObject
     cut->first_seqno = snapshot->first_seqno;
     cut->start_seqno = snapshot->start_seqno;
     cut->form = snapshot->form;
+    cut->passes = snapshot->key_start_bytes ? snapshot->passes : 0;
     cut->opaque = snapshot->opaque;
 }
 
@@ -399,7 +444,8 @@ static int cut_message(LiveRun *self, Snapshot *snapshot, Py_ssize_t bytes_max, 
     Cut *cut = &self->cuts[snapshot->vb_id % CUTS];
     int is_known = cut->last_entry == snapshot->last_entry &&
                    cut->first_seqno == snapshot->first_seqno &&
-                   cut->start_seqno == snapshot->start_seqno && cut->form == snapshot->form;
+                   cut->start_seqno == snapshot->start_seqno && cut->form == snapshot->form &&
+                   cut->passes == (snapshot->key_start_bytes ? snapshot->passes : 0);
     if (is_known)
         snapshot->bytes = (size_t)PyBytes_GET_SIZE(cut->message);
     else if (!are_sent_plain(snapshot))
