@@ -12,7 +12,8 @@ store process and sockets; the simulator runs it in virtual time.
 
 Invariants
 - at most ROWS_MAX damages are kept, the newest ones; each is told once, and again after a pass that
-  did not find it;
+  did not find it. Damages at two places are two, also if they read the same: one that is mended
+  leaves the other;
 - what a pass finds no more is dropped at its end: it was repaired, or is gone;
 - damage that was mended and comes again is new: it is looked at and asked for at once;
 - a partition in which somebody meets what could not be mended is looked at once in AGAIN_S, and a
@@ -71,8 +72,11 @@ class DamageRow(msgspec.Struct):
 
     @property
     def name(self) -> tuple[object, ...]:
-        """What tells it from others."""
-        return self.kind, self.where, str(self.seqnos), str(self.keys), self.file
+        """What tells it from others. The place in the table has to be in it: people read keys
+        without their collection, so two may look the same, and most tables have no seqnos or keys.
+        """
+        place = self.file, self.where, self.table, self.key
+        return self.kind, *place, str(self.seqnos), str(self.keys)
 
 
 class ScrubStatus(msgspec.Struct):

@@ -10,12 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dcp.core.scrub_turns import AGAIN_S, CopyRepairs, ScrubTurns
+from dcp.core.scrub_turns import AGAIN_S, CopyRepairs, DamageRow, ScrubTurns
 from dcp.server.storage.process.scrubbing import Scrubbing
 from vbucket.check.finding import Kind
-from vbucket.check.scrub import AREAS, Damage, ScrubPlace, ScrubReport
-from vbucket.store.records import BY_SEQNO_TABLE
+from vbucket.check.scrub import AREAS, TABLE_AREAS, Damage, ScrubPlace, ScrubReport, TableScrub
+from vbucket.store.block import block_key
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.lmdb.page_scan import Leaf
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
+    FAILOVER_TABLE,
+    META_TABLE,
+    STATE_TABLE,
+)
 
 DAMAGE = [str(Kind.BLOCK), "store/data.mdb", "page 7", "its checksum is wrong", 5]
 
@@ -154,3 +166,95 @@ def test_a_clock_that_is_set_back_puts_off_one_pass_by_a_period() -> None:
         ScrubReport([len(AREAS), b""], 0, [], 0.0, 0), turns.next_piece(9.0)[1], 0, 9.0, 151.0
     )
     assert turns.status.damages == []
+
+
+PLACES: dict[str, list[bytes]] = {
+    META_TABLE: [b"manifest", b"node"],
+    FAILOVER_TABLE: [b"\0\0", b"\0\1"],
+    STATE_TABLE: [b"\0\0", b"\0\1"],
+    BY_SEQNO_TABLE: [block_key(0, 1), block_key(0, 9), block_key(1, 1)],
+    # One name in three collections, and a name that others read as one of other bytes.
+    BY_KEY_TABLE: [
+        vb + collection + name
+        for vb in (b"\0\0", b"\0\1")
+        for collection in (b"\0", b"\x08", b"\x09")
+        for name in (b"x0", b"\xff", b"\\xff")
+    ],
+    EXPIRY_TABLE: [bytes([1, 0, 0, second, 0, 0, 9]) for second in range(3)],
+}
+"""Places of each table at which a page may be damaged: pages of a record, or of a block."""
+
+
+class DamagedTables:
+    """Reads a store of which these pages cannot be read, and nothing else."""
+
+    def __init__(self, places: set[tuple[str, bytes]]) -> None:
+        self.places = places
+
+    def leaf(self, table: str, key: bytes) -> Leaf:
+        own = sorted(at for of, at in self.places if of == table and at >= key)
+        return Leaf(
+            [], [(at, at + b"\0", "its page is not what was written") for at in own], None, 0
+        )
+
+    def last_at_or_before(self, *_: object) -> None:
+        raise StoreDamagedError("no record can be read")
+
+
+class Told(ScrubTurns):
+    """Notes what is told."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.found: list[tuple[str, bytes]] = []
+        self.gone: list[tuple[str, bytes]] = []
+
+    def tell_found(self, row: DamageRow) -> None:
+        self.found.append(_place_of(row))
+
+    def tell_gone(self, row: DamageRow) -> None:
+        self.gone.append(_place_of(row))
+
+    @property
+    def listed(self) -> list[tuple[str, bytes]]:
+        return sorted(map(_place_of, self.status.damages))
+
+    def read_all(self, places: set[tuple[str, bytes]], now_s: float) -> None:
+        """Make a pass."""
+        reader: Any = DamagedTables(places)
+        self.begin_pass(now_s, is_hurried=False)
+        while self.status.is_running:
+            place, suspects = self.next_piece(now_s)
+            after, damages = place.next_area(), list[Damage]()
+            if AREAS[place.area] in TABLE_AREAS:
+                after, _, damages = TableScrub(reader).piece(place, 1, lambda: False)
+            report = ScrubReport(list(after), 0, [list(each) for each in damages], 0.0, 0)
+            self.read(report, suspects, 0, now_s, now_s)
+
+
+def _place_of(row: DamageRow) -> tuple[str, bytes]:
+    return row.table, bytes.fromhex(row.key)
+
+
+_places = st.sets(st.sampled_from([(table, key) for table, keys in PLACES.items() for key in keys]))
+
+
+@given(before=_places, after=_places, data=st.data())
+def test_each_damage_is_told_also_if_two_read_the_same(
+    before: set[tuple[str, bytes]], after: set[tuple[str, bytes]], data: st.DataObject
+) -> None:
+    """Once, until a pass does not find it again; what is mended leaves the others."""
+    turns = Told()
+    turns.read_all(before, 1.0)
+    assert sorted(turns.found) == turns.listed == sorted(before)
+    left = set(before)
+    for place in data.draw(st.permutations(sorted(before)))[: len(before) // 2]:
+        (row,) = (each for each in turns.status.damages if _place_of(each) == place)
+        turns.mended(row, "a copy had it")
+        left.remove(place)
+        assert turns.listed == sorted(left)
+    turns.found.clear()
+    turns.read_all(after, 9.0)
+    assert sorted(turns.found) == sorted(after - left)
+    assert sorted(turns.gone) == sorted(left - after)
+    assert turns.listed == sorted(after)

@@ -6,6 +6,7 @@ What is read next, what is told, and whom to ask is the product's (`dcp.core.scr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from dcp.core.scrub_turns import AGAIN_S, BlockRepair, CopyRepairs, DamageRow, ScrubTurns
@@ -115,11 +116,21 @@ class NodeScrubber(ScrubTurns):
 
     # -- what is told ------------------------------------------------------------------------------
 
+    def read(
+        self, report: ScrubReport, suspects: Sequence[int], merges: int, now_s: float, wall_s: float
+    ) -> None:
+        """See ScrubTurns. Whoever asks for the damages is told of what was found now. A page that
+        is damaged again, while the damage before at its place is still listed, is not told anew.
+        """
+        super().read(report, suspects, merges, now_s, wall_s)
+        for row in self.status.damages:
+            if row.last_s == wall_s:
+                for page in self._pages_of(row):
+                    page.named = page.named or row.what
+
     def tell_found(self, row: DamageRow) -> None:
         """See ScrubTurns."""
         self._node.host.world.tell("damage", self._node.name, f"{row.where}: {row.what}", row.vb)
-        for page in self._pages_of(row):
-            page.named = page.named or row.what
         self._repair_soon()
 
     def tell_mended(self, row: DamageRow, how: str) -> None:

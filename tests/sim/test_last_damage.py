@@ -11,9 +11,12 @@ from dcp.core import scrub_turns
 from sim import last_damage
 from sim.facts import Damaged
 from sim.node import SingleNode
+from sim.node_scrubber import NodeScrubber
 from sim.run import Options, replay_command, run_seed
 from support.stored_bytes import pack_mutation
-from vbucket.store.records import BY_SEQNO_TABLE
+from vbucket.check.finding import Kind
+from vbucket.check.scrub import AREAS, Damage, ScrubReport
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 OF_FOUR = Options(nodes=4)
 DAMAGED_AGAIN, MET_BY_A_MERGE = 20079, 20035
@@ -61,3 +64,26 @@ def test_only_copies_that_can_prove_it_all_the_time_count(monkeypatch: pytest.Mo
     page.provers, page.must_mend = None, True
     last_damage.look_at(stage, page)
     assert page.must_mend, "the node itself can"
+
+
+def test_a_page_damaged_again_is_named_while_it_is_listed() -> None:
+    """Its record was written anew, and the damage before is still listed: nothing new is told."""
+    key = b"\0\0\x09x0"
+    pages = [Damaged(0, "n1", BY_KEY_TABLE, key, "zeros") for _ in range(3)]
+    pages[2].key = b"\0\0\x08x0"
+    scrubber = NodeScrubber.__new__(NodeScrubber)
+    scrub_turns.ScrubTurns.__init__(scrubber, 0.0)
+    world: Any = SimpleNamespace(tell=lambda *_: None)
+    host = SimpleNamespace(world=world, after=lambda *_: None)
+    node: Any = SimpleNamespace(name="n1", host=host)
+    env: Any = SimpleNamespace(current=lambda: pages[:1])
+    scrubber._node, scrubber._env = node, env
+    damage = Damage(str(Kind.PAGES), "data", "partition 0", "why", 0, None, ["x0", "x0"],
+                    BY_KEY_TABLE, key)  # fmt: skip
+    found = ScrubReport([len(AREAS), b""], 0, [list(damage)], 0.0, 0)
+    nothing = found._replace(damages=[])
+    for now_s, report, named in ((1.0, found, [True, False]), (2.0, nothing, [True, False]),
+                                 (3.0, found, [True, True])):  # fmt: skip
+        scrubber.read(report, [], 0, now_s, now_s)
+        env.current = lambda: pages[1:]
+        assert [bool(page.named) for page in pages] == [*named, False]

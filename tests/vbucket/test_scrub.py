@@ -172,6 +172,21 @@ def test_every_damaged_page_is_named(copy: Path, what: str) -> None:
     assert damages_in(copy) == []
 
 
+def test_a_first_leaf_has_one_name_for_passes_and_looks(copy: Path) -> None:
+    """Else it is told twice, and what a look mends stays listed until the next pass."""
+    layout = layout_of(copy)
+    tables = (STATE_TABLE, BY_SEQNO_TABLE, BY_KEY_TABLE)
+    for table in tables:
+        leaves = layout[table].leaves
+        overwrite(copy, min(leaves, key=lambda page, of=leaves: min(of[page])), "zeros")
+    by_pass = {(each.table, each.key): each for each in damages_in(copy)}
+    file = PageFile(copy)
+    by_look = {(each.table, each.key): each for each in TableScrub(PageScan(file)).partition(0)}
+    file.close()
+    assert [table for table, _ in sorted(by_look)] == sorted(tables)
+    assert {place: by_pass.get(place) for place in by_look} == by_look
+
+
 def flips(data: bytearray, draw: random.Random) -> Iterator[int]:
     while True:
         at = draw.randrange(len(data))

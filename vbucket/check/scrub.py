@@ -228,8 +228,11 @@ class TableScrub:
 
     def partition(self, vb_id: int) -> list[Damage]:
         """Read all that the tables have of one partition."""
+        # A pass begins a table there: so the damage of its first leaf has the same name for both.
+        start = vb_id.to_bytes(2, "big") if vb_id else ScrubPlace().key
+        stop = (vb_id + 1).to_bytes(2, "big")
         for table in (STATE_TABLE, FAILOVER_TABLE, BY_SEQNO_TABLE, BY_KEY_TABLE):
-            key, stop = vb_id.to_bytes(2, "big"), (vb_id + 1).to_bytes(2, "big")
+            key = start
             while key < stop and len(self._damages) < DAMAGES_MAX:
                 leaf = self._reader.leaf(table, key)
                 self._take(table, leaf)

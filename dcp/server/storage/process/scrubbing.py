@@ -254,7 +254,8 @@ class Scrubbing(ScrubTurns):
 
     def tell_gone(self, row: DamageRow) -> None:
         """See ScrubTurns."""
-        self._log.info("damage gone", where=row.where, file=row.file, seqnos=row.seqnos)
+        facts = {"where": row.where, "file": row.file, "seqnos": row.seqnos, "keys": row.keys}
+        self._log.info("damage gone", **facts)
 
     async def _save(self) -> None:
         self._saved_s = time.monotonic()
