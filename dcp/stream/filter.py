@@ -74,7 +74,7 @@ class StreamFilter:
         if has_events and not self.is_limited:
             self.passes = PASSES_ALL
         if self.is_one_collection and has_events and not (has_default or key_prefixes):
-            (self.passes,) = self._collections or ()
+            self.passes = next(iter(self._collections or ()))
 
     @property
     def is_one_collection(self) -> bool:

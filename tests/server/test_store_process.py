@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -303,6 +304,15 @@ async def test_it_runs_under_uvloop_too(server: Server) -> None:
     output, _ = await child.communicate()
     assert child.returncode == 0
     assert b"MergeReport(merged_segment=1, high_seqnos={5: 1}, entries=1, " in output
+
+
+async def test_a_stop_closes_the_pipe_of_a_child_that_has_ended(process: StoreProcess) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    time.sleep(0.2)  # noqa: ASYNC251 - the loop learns both at once: the end, and that of the pipe
+    while process._process.returncode is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await process.stop()
+    assert process._process._transport.is_closing()  # type: ignore[attr-defined]
 
 
 async def test_it_dies_with_its_server(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ The child does not import asyncio, because it must start in a fraction of a seco
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -311,8 +312,19 @@ class StoreProcess:
             except TimeoutError:
                 self.kill()
             else:
+                await self._read_to_end()
                 return True
         return False
+
+    async def _read_to_end(self) -> None:
+        """Read what an ended child has left, so that its pipe is closed with it."""
+        import asyncio
+
+        stdout = self._process.stdout
+        assert stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GONE_S), self._turn:
+                await stdout.read()
 
     def kill(self) -> None:
         """Kill the child; its request has no effect. `stop` waits for its end."""
