@@ -91,3 +91,14 @@ def test_a_closed_connection_has_no_tick_any_more() -> None:
         connections.closed(cast("Any", each))
     connections.tick(2)
     assert sum(each.ticks for each in made) == 1_000
+
+
+def test_who_comes_after_the_end_is_closed() -> None:
+    """A connection may have been accepted before, and begin after it."""
+    connections = Connections(Settings())
+    early, late = FakeConnection(), FakeConnection()
+    connections.opened(cast("Any", early))
+    assert not early.closed_because
+    connections.abort("the server stops")
+    connections.opened(cast("Any", late))
+    assert early.closed_because == late.closed_because == "the server stops"

@@ -125,6 +125,8 @@ class Connections:
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
         self.send_buffers: HeldBytes = send_buffers(settings.send_buffers_bytes_max)
         self.opened_total = 0
+        self._why_over = ""
+        """Why each connection that is opened now is closed at once; "": it is not."""
         self._all_gone = asyncio.Event()
 
     def __len__(self) -> int:
@@ -138,10 +140,14 @@ class Connections:
     # -- called by connections and handshakes ------------------------------------------------------
 
     def opened(self, connection: OpenConnection) -> None:
-        """Add a connection. If there are too many, the oldest newcomer is closed, or this one."""
+        """Add a connection. If there are too many, the oldest newcomer is closed, or this one. One
+        that was accepted before a stop, and comes after it, is closed, too.
+        """
         self.open.add(connection)
         self.opened_total += 1
         self.enter_newcomer(connection)
+        if self._why_over:
+            connection.abort(self._why_over)
 
     def closed(self, connection: OpenConnection) -> None:
         """Remove a connection."""
@@ -230,7 +236,8 @@ class Connections:
             connection.finish(reason)
 
     def abort(self, reason: str) -> None:
-        """Close all connections now."""
+        """Close all connections now, and each that is opened later."""
+        self._why_over = reason
         for connection in self:
             connection.abort(reason)
 
