@@ -239,7 +239,8 @@ class Node:
             await until_log_may_be_given_up(
                 self.about.data_dir, self._settings, error, self._log, self._open_meta
             )
-        return await asyncio.to_thread(partial(open_storage, accepts_log_loss=True))
+        reopen = partial(open_storage, accepts_log_loss=True, begins_versions=False)
+        return await asyncio.to_thread(reopen)
 
     async def _start(self, probes: ProbesAtStart | None) -> None:
         """Start on the recovered folder."""

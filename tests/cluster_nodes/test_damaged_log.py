@@ -60,6 +60,7 @@ async def test_the_masters_bring_what_a_damaged_log_had(tmp_path: Path) -> None:
                 await kv.set(b"key %d" % number, b"second")
             node = await cluster.start("n2")
             assert node._storage.loss is not None
+            assert not node._storage.new_versions, "only masters begin versions"
             await cluster.until_all_in_sync(3)
             for number in range(KEYS):
                 wanted = b"first" if number % 7 else b"second"

@@ -143,13 +143,22 @@ MENDS_MAX: Final = 4
 class Storage:
     """See the module. The public attributes are the parts, and what recovery found."""
 
-    def __init__(self, path: Path, settings: Settings, *, accepts_log_loss: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        *,
+        accepts_log_loss: bool = False,
+        begins_versions: bool = True,
+    ) -> None:
         """Open and recover; then everything that the engine knows is on disk. Call `begin` next.
 
         `accepts_log_loss`: if the log is damaged, copies of its segments are kept, everything after
-        the damage is given up, and `loss` says what that was. Raises FolderError, and what
-        vbucket.engine.recovery.startup.recover_node raises.
+        the damage is given up, and `loss` says what that was. `begins_versions`: as for
+        `recover_node`. Raises FolderError, and what vbucket.engine.recovery.startup.recover_node
+        raises.
         """
+        self._begins_versions = begins_versions
         self.cache_size = item_cache_size(settings.item_cache_bytes)
         self.mended: list[Damage] = []
         """What was damaged before the start, and put right."""
@@ -220,6 +229,7 @@ class Storage:
                 memtable_bytes_max=settings.memtable_bytes,
                 item_cache_bytes=self.cache_size.bytes_max,
                 keep_copies=keep,
+                begins_versions=self._begins_versions,
             )
         except OtherNumberError as error:
             raise FolderError(

@@ -143,11 +143,14 @@ def recover_node(
     memtable_bytes_max: int,
     item_cache_bytes: int = 0,
     keep_copies: KeepCopies | None = None,
+    begins_versions: bool = True,
 ) -> Startup:
     """Restore the state in which the last run ended. Call `begin` afterwards.
 
     `num_vbuckets` is what the store must have; None: it keeps its number, and a new one gets
     NUM_VBUCKETS. If the log is damaged and `keep_copies` is given, the rest of the log is given up.
+    Then partitions that may have lost changes begin a version, unless `begins_versions` is False:
+    masters bring what these copies lack, and a version of its own would make one look newer.
     Raises OtherNumberError, LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError,
     StoreFailedError, LogWriteError, SyncFailedError.
     """
@@ -191,6 +194,8 @@ def recover_node(
         loss = _loss_of(engine, str(error), recovery.end, clean_end, seqnos)
     if lost_kept:
         loss = _with_kept(loss, recovery.end, lost_kept)
+    if loss is not None and not begins_versions:
+        loss = loss._replace(new_versions=[])
     replay.finish()
     engine.keyspace.continue_after(max(recovery.end.group, engine.commits.committed_group))
     new_versions = [] if loss is None else loss.new_versions
