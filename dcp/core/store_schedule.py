@@ -402,6 +402,9 @@ SCRUB_FIRST_S: Final = 600.0
 """After a start the first pass ever waits so long: a server that starts has other things to do."""
 SCRUB_REST_MAX_S: Final = 60.0
 """No rest is longer: settings change, and the progress should move."""
+MENDED_REST_S: Final = 2.0
+"""No rest for the processor is longer. A piece that only reads has one of 0.2 s: it was a mend that
+took so long, and the next damage must not wait for it."""
 
 
 def scrub_rest_s(
@@ -410,7 +413,7 @@ def scrub_rest_s(
     """Return how long to rest after a piece that took `busy_s` of a processor and read so many
     bytes, of `size_bytes` that there are. `is_hurried`: the pass was asked for.
     """
-    for_processor_s = busy_s / BUSY_MAX - busy_s
+    for_processor_s = min(MENDED_REST_S, busy_s / BUSY_MAX - busy_s)
     if is_hurried or not period_s:
         return for_processor_s
     for_rate_s = min(SCRUB_REST_MAX_S, read_bytes * period_s / max(size_bytes, 1))

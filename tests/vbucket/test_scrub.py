@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 
 from dcp.core.store_schedule import (
     BUSY_MAX,
+    MENDED_REST_S,
     SCRUB_FIRST_S,
     SCRUB_REST_MAX_S,
     scrub_due_in_s,
     scrub_rest_s,
 )
 from support.stored_bytes import PAGE_BYTES, layout_of, overwrite, pack_deletion, pack_mutation
+from vbucket.check import relist
 from vbucket.check.mend import (
     BIT,
     FROM_COPY,
@@ -47,7 +49,7 @@ from vbucket.log.record import pack_group
 from vbucket.model.entry import seqno_of
 from vbucket.model.flipped_bit import bit_of
 from vbucket.model.manifest import INITIAL_MANIFEST
-from vbucket.store.block import Block, block_key, build_blocks
+from vbucket.store.block import Block, block_key, build_blocks, is_block_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import by_key_items
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPageReader
@@ -247,6 +249,24 @@ def test_a_leaf_of_keys_is_rebuilt_from_the_versions(copy: Path, what: str) -> N
             )
     env.close()
     assert len(pairs_in(copy, BY_KEY_TABLE)) == len(before)
+
+
+def test_a_block_is_looked_for_in_partitions_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stands behind the last leaf, and each look costs the checksum of a page."""
+    copy = made(tmp_path / "store", (300,), 4000)
+    looked: set[int] = set()
+
+    def look(key: bytes, value: bytes) -> bool:
+        looked.add(int.from_bytes(key[:2], "big"))
+        return is_block_of(key, value)
+
+    monkeypatch.setattr(relist, "is_block_of", look)
+    for leaf in layout_of(copy)[BY_SEQNO_TABLE].leaves:
+        overwrite(copy, leaf, "zeros")
+        assert [how for _, how in mended(copy)] == [RELISTED]
+    assert looked == set(VBS)
 
 
 @pytest.mark.parametrize("what", ["zeros", "ones", "other"])
@@ -685,6 +705,7 @@ def test_segments_are_read_up_to_what_is_on_disk() -> None:
 def test_rests_are_as_long_as_share_and_rate_say() -> None:
     assert scrub_rest_s(0.01, 1, 100, 0.0, is_hurried=True) == pytest.approx(0.01 / BUSY_MAX - 0.01)
     assert scrub_rest_s(0.01, 1 << 20, 1 << 30, 86400.0, is_hurried=True) < 0.2
+    assert scrub_rest_s(3.0, 1, 100, 0.0, is_hurried=True) == MENDED_REST_S, "it was a mend"
     slow = scrub_rest_s(0.01, 1 << 20, 1 << 34, 7 * 86400.0, is_hurried=False)
     assert slow == pytest.approx(7 * 86400 / (1 << 14))
     assert scrub_rest_s(0.01, 1 << 20, 1, 7 * 86400.0, is_hurried=False) == SCRUB_REST_MAX_S

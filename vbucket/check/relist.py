@@ -23,8 +23,7 @@ from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, seqno_of
-from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in
+from vbucket.store.block import BLOCK_KEY, Block, block_key, build_blocks, described_in, is_block_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import checked_meta
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX
@@ -75,9 +74,9 @@ def _rows(
     """Return the rows of a leaf, and what is missing between them. Raises StoreDamagedError,
     ValueError if what was given cannot be what was there.
     """
-    large = {block.key: (place, block) for place, block in _blocks_within(mender, bad)}
     records = StoreView(mender).partitions()
     last = max(records, default=0) if bad.high is None else int.from_bytes(bad.high[:2], "big")
+    large = {block.key: (place, block) for place, block in _blocks_within(mender, bad, last)}
     rows: list[tuple[bytes, bytes | LargePlace] | Lacking] = []
     for vb_id in range(int.from_bytes(bad.low[:2], "big"), last + 1):
         record = records.get(vb_id)
@@ -228,16 +227,20 @@ def _versions_elsewhere(mender: PageMender, vb_id: int, bad: BadPage) -> int:
     return count
 
 
-def _blocks_within(mender: PageMender, bad: BadPage) -> Iterator[tuple[LargePlace, Block]]:
-    """Yield the blocks with pages of their own whose keys a leaf of by_seqno had. Raises
-    StoreDamagedError.
+def _blocks_within(
+    mender: PageMender, bad: BadPage, last_vb_id: int
+) -> Iterator[tuple[LargePlace, Block]]:
+    """Yield the blocks with pages of their own whose keys a leaf of by_seqno had, of partitions up
+    to `last_vb_id`. Raises StoreDamagedError.
+
+    A page does not say whose block it is, so that of each partition is tried.
     """
     first = int.from_bytes(bad.low[:2], "big")
-    last = NUM_VBUCKETS - 1 if bad.high is None else int.from_bytes(bad.high[:2], "big")
     for number, value in mender.large_values():
         size, first_seqno = described_in(value)
-        for vb_id in range(first, last + 1):
+        for vb_id in range(first, last_vb_id + 1):
             key = block_key(vb_id, first_seqno)
-            if key >= bad.low and (bad.high is None or key < bad.high):
+            is_within = key >= bad.low and (bad.high is None or key < bad.high)
+            if is_within and is_block_of(key, value[:size]):
                 with suppress(StoreDamagedError):
                     yield LargePlace(number, size), Block(key, value[:size])

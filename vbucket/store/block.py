@@ -90,6 +90,15 @@ def described_in(value: bytes) -> tuple[int, int]:
     return BLOCK_HEADER_BYTES + count * (24 if flags & _HAS_SEQNOS else 16) + body_bytes, first
 
 
+def is_block_of(key: bytes, value: bytes) -> bool:
+    """Whether the header of a block of this length has the checksum of a block with this key."""
+    if len(value) < BLOCK_HEADER_BYTES:
+        return False
+    _, flags, _, count, *_, crc = BLOCK_HEADER.unpack_from(value)
+    body_at = BLOCK_HEADER_BYTES + count * (24 if flags & _HAS_SEQNOS else 16)
+    return bool(_crc32c(key + value[:_CRC_AT] + value[BLOCK_HEADER_BYTES:body_at]) == crc)
+
+
 def may_have_size(size_bytes: int, count: int, body_bytes: int) -> bool:
     """Whether a block of so many versions may have this size, with gaps between seqnos or none."""
     return size_bytes - BLOCK_HEADER_BYTES - body_bytes in {16 * count, 24 * count}
