@@ -87,6 +87,21 @@ class Locks:
         """Remove the lock of a document, if there is one."""
         self.held.pop((part.vb_id, key), None)
 
+    def take_back(self, part: Partition, key: bytes, cas: int) -> None:
+        """Remove the lock that was given with this CAS, if it is still there: its client is told
+        that nothing was done.
+        """
+        lock = self.held.get((part.vb_id, key))
+        if lock is not None and lock.cas == cas:
+            del self.held[part.vb_id, key]
+
+    def put_back(self, part: Partition, key: bytes, lock: Lock) -> None:
+        """Let a lock be there again, unless there is another one: who unlocked it is told that
+        nothing was done. If the document was changed since, the lock is one of an older version.
+        """
+        if len(self.held) < LOCKS_MAX:
+            self.held.setdefault((part.vb_id, key), lock)
+
     def cas_to_match(self, part: Partition, key: bytes, seqno: int, own_cas: int, cas: int) -> int:
         """Return the CAS that a change with `cas` has to match: the document's own if `cas` opens
         its lock, and `cas` itself if there is no lock. Negative: the document is locked.
