@@ -14,6 +14,7 @@ from sim.checkers import (
     cuts,
     expiries,
     histories,
+    keeps,
     linearizable,
     liveness,
     locks,
@@ -65,6 +66,7 @@ RULES: Final = {
     "locks": "A locked document is changed by nobody but who has the CAS of the lock, which nobody"
     " else is told, until the lock is over; then it is not locked.",
     "observed": "What OBSERVE_SEQNO tells of a partition is committed, and where a version ended.",
+    "keeps": "No purge passes the position of a consumer for which a partition keeps deletions.",
     "replica reads": "What a replica answers was committed.",
     "rollbacks due": "A consumer that has what is not in history any more is sent back.",
     "cuts": "At a cut, a consumer holds one state of the store: what was answered before something"
@@ -131,6 +133,7 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
         replica_reads.uncommitted(facts.replica_reads, facts.histories, facts.committed),
     )
     found += named("locks", locks.broken(facts.operations, facts.masterships, facts.excuses, plan))
+    found += named("keeps", keeps.passed(facts.operations, facts.excuses, plan))
     found += named("observed", observed.wrong(facts, plan))
     found += named("metadata", metadata.wrong(facts.operations, facts.told, facts.ledger))
     found += named(

@@ -93,9 +93,9 @@ class Operation:
 
     __slots__ = (
         "argument", "cas", "cas_asked", "client", "collection", "ended_ns", "expiry_s", "flags",
-        "initial", "invoked_ns", "is_locked", "key", "kind", "lasts_s", "level", "lock_cas",
-        "lock_s", "locked_value", "max_ttl_s", "name", "node", "observed", "outcome", "rev_seqno",
-        "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
+        "initial", "invoked_ns", "is_locked", "kept_seqno", "key", "kind", "lasts_s", "level",
+        "lock_cas", "lock_s", "locked_value", "max_ttl_s", "name", "node", "observed", "outcome",
+        "rev_seqno", "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +154,8 @@ class Operation:
         """Whether a read showed the CAS of a locked document."""
         self.max_ttl_s = 0
         """How long what it stores may last at most, because of its collection; 0: no limit."""
+        self.kept_seqno: int | None = None
+        """Of what a partition keeps for a consumer, and of its positions: from where on."""
         self.observed: Observed | None = None
         self.node = ""
         """Who answered, in a cluster."""

@@ -1,4 +1,5 @@
-"""Faults of locks, of collections' maxTTL and of OBSERVE_SEQNO that can be put in on purpose.
+"""Faults of locks, of collections' maxTTL, of what is kept for consumers and of OBSERVE_SEQNO that
+can be put in on purpose.
 
 Each replaces one rule of the product by a wrong one, as those of `sim.cluster_bugs` do. Plans with
 clients that lock documents (`sim.plan.locked`) reach them.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from dcp.core import floors
 from dcp.session import session_commands
 from dcp.session.kv.documents import DocumentCommands, latest_expiry
 from dcp.session.kv.reads import DocumentReadCommands
@@ -96,6 +98,10 @@ LOCK_BUGS: Final[dict[str, Bug]] = {
     "synced-is-persisted": one(
         "OBSERVE_SEQNO calls persisted what is on the master's disk and is not committed",
         Partition, "persisted_seqno", property(lambda part: part.synced_seqno),
+    ),
+    "purge-passes-keep": one(
+        "a purge passes the position of a consumer for which deletions are kept",
+        floors, "purge_max", answering(), nodes=1,
     ),
     "version-ends-at-newest": one(
         "OBSERVE_SEQNO tells the newest seqno as the end of an older version",

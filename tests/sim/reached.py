@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
+from sim.checkers import keeps
 from sim.checkers.histories import PURGE, explains
 from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
 from sim.moments import STORE, Moment, short
@@ -59,7 +60,7 @@ OF_DAMAGE: Final = (
 """What plans with damaged stores reach."""
 OF_LOCKS: Final = (
     "locks taken", "locks that refused a write", "documents that expired by a maxTTL",
-    "observes answered",
+    "observes answered", "purges behind a consumer that is kept",
 )  # fmt: skip
 """What clients that lock documents reach (`sim.lock_workload`)."""
 OF_CLUSTERS: Final = (
@@ -124,7 +125,7 @@ def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> 
     found["operations refused"] = outcomes[Outcome.REFUSED]
     found["writes without an answer"] = outcomes[Outcome.AMBIGUOUS]
     found += _views(facts)
-    found.update(_locks(facts.operations))
+    found.update(_locks(facts.operations, facts.excuses))
     found["pages damaged"] = len(facts.damaged)
     found["reads of damaged pages"] = facts.met_damage
     found[LEFT_COPIES] = facts.left_copies
@@ -157,7 +158,7 @@ def _views(facts: Facts) -> Counter[str]:
     )
 
 
-def _locks(operations: Sequence[Operation]) -> dict[str, int]:
+def _locks(operations: Sequence[Operation], excuses: Sequence[Excuse]) -> dict[str, int]:
     """Count what clients that lock documents were answered, as `OF_LOCKS` has it."""
     refused = [each for each in operations if each.outcome is Outcome.LOCKED]
     of_locks = {Kind.GET_AND_LOCK, Kind.UNLOCK}
@@ -166,6 +167,7 @@ def _locks(operations: Sequence[Operation]) -> dict[str, int]:
         sum(each.kind not in of_locks for each in refused),
         _expired(operations),
         sum(each.observed is not None for each in operations),
+        sum(1 for _ in keeps.purges(operations, excuses)),
     )
     return dict(zip(OF_LOCKS, counts, strict=True))
 

@@ -26,6 +26,7 @@ from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
 from sim.faults import SHARES, Faults, collections
+from sim.keep_workload import KeepWorkload
 from sim.kv_client import KvClient
 from sim.last_damage import damage_once_more, look_at
 from sim.lock_workload import LockWorkload
@@ -175,6 +176,8 @@ class Simulation:
         self.clients += [
             self._client(f"l{number}", LockWorkload) for number in range(1, plan.lock_clients + 1)
         ]
+        if plan.has_keeps:
+            self.clients.append(self._client("keeper", KeepWorkload))
         self.reader = self._client("reader")
         self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.consumers += [

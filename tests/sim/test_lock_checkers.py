@@ -1,4 +1,4 @@
-"""The checkers of locks, of maxTTL and of OBSERVE_SEQNO, on facts written by hand."""
+"""The checkers of locks, maxTTL, keeps and OBSERVE_SEQNO, on facts written by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sim.checkers import linearizable, locks, observed
+from sim.checkers import keeps, linearizable, locks, observed
 from sim.checkers.expiries import Expiries
 from sim.facts import (
     Committed,
@@ -22,6 +22,7 @@ from sim.facts import (
 from sim.plan import Plan, drawn
 from sim.reached import OF_LOCKS, reached
 from sim.world import SECOND
+from vbucket.model.consumer_documents import checkpoint_key, keep_key
 
 K = Kind
 O = Outcome  # noqa: E741 - histories are tables
@@ -246,4 +247,29 @@ def test_what_clients_that_lock_were_answered_is_counted() -> None:
     facts.operations += [taken(1), refused(1.1), refused(1.2, K.UNLOCK), stored, asked]
     facts.operations.append(operation(K.GET, 2.5, O.ABSENT, collection=8))
     found = reached(facts, [], [])
-    assert [found[name] for name in OF_LOCKS] == [1, 1, 1, 1]
+    assert [found.get(name, 0) for name in OF_LOCKS] == [1, 1, 1, 1, 0]
+
+
+class TestKeeps:
+    def stored(self, at_s: float, key: bytes, position: int | None = None) -> Operation:
+        made = operation(K.SET, at_s)
+        made.key, made.kept_seqno, made.seqno, made.vb_uuid = key, position, 3, A
+        return made
+
+    def passed(self, *excuses: Excuse) -> list[str]:
+        operations = [self.stored(1, keep_key(0), 0), self.stored(2, checkpoint_key("kept", 0), 7)]
+        return keeps.passed(operations, excuses, plan())
+
+    @pytest.mark.parametrize(("at_s", "seqno"), [(0.5, 9), (3, 7), (1.5, 0)])
+    def test_a_purge_up_to_the_consumer_passes(self, at_s: float, seqno: int) -> None:
+        assert self.passed(Excuse(int(at_s * SECOND), 0, seqno, "purge")) == []
+
+    @pytest.mark.parametrize(("at_s", "seqno"), [(1.5, 1), (3, 8)])
+    def test_one_that_goes_beyond_is_named(self, at_s: float, seqno: int) -> None:
+        (problem,) = self.passed(Excuse(int(at_s * SECOND), 0, seqno, "purge"))
+        assert "passed the consumer" in problem
+
+    def test_a_branch_may_undo_what_was_promised(self) -> None:
+        purge = Excuse(3 * SECOND, 0, 8, "purge")
+        assert self.passed(purge, Excuse(2 * SECOND, 0, 0, "branch")) == []
+        assert self.passed(purge, Excuse(2 * SECOND, 1, 0, "branch"))

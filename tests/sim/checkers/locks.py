@@ -20,6 +20,8 @@ from sim.world import MS, SECOND
 
 SLACK_NS: Final = 20 * MS
 PPM: Final = 1_000_000
+NOT_OPENED: Final = "the CAS of a lock did not open it"
+"""Told last: mostly a change that the lock should have refused is why."""
 FOR_EVER_NS: Final = 1 << 62
 _CHANGING: Final = frozenset(
     {Kind.SET, Kind.REPLACE, Kind.APPEND, Kind.DELETE, Kind.TOUCH, Kind.ADD}
@@ -64,7 +66,7 @@ def broken(
         ]
         for operation in history:
             problems += _wrong(operation, history, locks)
-    return problems
+    return sorted(problems, key=lambda each: each.startswith(NOT_OPENED))
 
 
 def _lock_of(
@@ -120,7 +122,7 @@ def _wrong(
         if not _holds(lock, operation, history):
             continue
         if is_own and operation.outcome in {Outcome.LOCKED, Outcome.NOT_LOCKED, Outcome.EXISTS}:
-            yield f"the CAS of a lock did not open it: {operation}; {lock.taken}"
+            yield f"{NOT_OPENED}: {operation}; {lock.taken}"
         elif not is_own and operation.outcome is Outcome.OK:
             if operation.kind in _CHANGING:
                 yield f"a locked document was changed: {operation}; {lock.taken}"

@@ -72,12 +72,10 @@ def is_of_master(operation: Operation, masterships: Iterable[Mastership]) -> boo
 
 def _unknown(operation: Operation, facts: Facts) -> Iterator[str]:
     """A version of which a client was told stays known, unless history was cut back."""
-    for history in facts.final:
-        is_there = operation.vb_uuid in dict(history.versions)
-        if history.vb_id == operation.vb_id and is_there:
-            if is_of_master(operation, facts.masterships):
-                yield f"an OBSERVE_SEQNO does not know a version that there is: {operation}"
-            return
+    at_rest = {each.vb_id: each for each in facts.final}.get(operation.vb_id)
+    is_there = at_rest is not None and operation.vb_uuid in dict(at_rest.versions)
+    if is_there and is_of_master(operation, facts.masterships):
+        yield f"an OBSERVE_SEQNO does not know a version that there is: {operation}"
 
 
 def _uncommitted(operation: Operation, seen: Observed, reached: _Reached) -> Iterator[str]:
