@@ -169,15 +169,7 @@ class Simulation:
             )
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
-        self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
-        self.clients += [
-            self._client(f"d{number}", WideWorkload) for number in range(1, plan.wide_clients + 1)
-        ]
-        self.clients += [
-            self._client(f"l{number}", LockWorkload) for number in range(1, plan.lock_clients + 1)
-        ]
-        if plan.has_keeps:
-            self.clients.append(self._client("keeper", KeepWorkload))
+        self.clients = self._clients()
         self.reader = self._client("reader")
         self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.consumers += [
@@ -198,6 +190,23 @@ class Simulation:
         """The node that never comes back."""
         self._stuck: set[str] = set()
         """Consumers that stand still because a link is cut for good."""
+
+    def _clients(self) -> list[KvClient]:
+        """Return the clients that make the load."""
+        plan = self.plan
+        kinds = (
+            ("c", None, plan.clients),
+            ("d", WideWorkload, plan.wide_clients),
+            ("l", LockWorkload, plan.lock_clients),
+        )
+        clients = [
+            self._client(f"{name}{number}", workload)
+            for name, workload, count in kinds
+            for number in range(1, count + 1)
+        ]
+        if plan.has_keeps:
+            clients.append(self._client("keeper", KeepWorkload))
+        return clients
 
     def _client(self, name: str, workload: type[WideWorkload] | None = None) -> KvClient:
         caller = self._cluster.caller
