@@ -341,6 +341,55 @@ def test_only_what_is_overdue_is_replaced(node: MemoryNode) -> None:
     assert connection.left() == [(1, AMBIGUOUS), (2, OK)]
 
 
+# -- locks -------------------------------------------------------------------------------------
+
+
+def lock(connection: ReplicatedConnection, opaque: int, opcode: int, cas: int = 0) -> None:
+    connection.ask(pack_request(opcode, vb_id=STUCK, key=b"\0k", opaque=opaque, cas=cas))
+
+
+def test_a_lock_whose_answer_is_replaced_is_taken_back(node: MemoryNode) -> None:
+    """Nobody has its CAS, and who asks again is not refused because of it."""
+    connection = ReplicatedConnection(node)
+    connection.ask(set_(STUCK, 1))
+    lock(connection, 2, Opcode.GET_AND_LOCK)
+    assert node.engine.locks.held
+    connection.held.depose({STUCK})
+    assert connection.left() == [(1, AMBIGUOUS), (2, LATER)]
+    assert not node.engine.locks.held
+
+
+def test_an_unlock_whose_answer_is_replaced_is_taken_back(node: MemoryNode) -> None:
+    connection = ReplicatedConnection(node)
+    connection.ask(set_(STUCK, 1))
+    node.commit()
+    commit(node, STUCK)
+    lock(connection, 2, Opcode.GET_AND_LOCK)
+    cas = connection.frames()[-1].cas
+    held = dict(node.engine.locks.held)
+    other = ReplicatedConnection(node)
+    lock(other, 3, Opcode.UNLOCK, cas + 1)  # it is refused, so there is nothing to take back
+    assert other.left() == [(3, Status.LOCKED)]
+    connection.ask(set_(STUCK, 4, key=b"\0other"))
+    lock(connection, 5, Opcode.UNLOCK, cas)
+    assert not node.engine.locks.held
+    connection.held.depose({STUCK})
+    assert connection.left()[-2:] == [(4, AMBIGUOUS), (5, LATER)]
+    assert node.engine.locks.held == held
+
+
+def test_a_lock_that_others_took_since_stays(node: MemoryNode) -> None:
+    connection, other = ReplicatedConnection(node), ReplicatedConnection(node)
+    connection.ask(set_(STUCK, 1))
+    lock(connection, 2, Opcode.GET_AND_LOCK)
+    ((place, mine),) = node.engine.locks.held.items()
+    other.ask(pack_request(Opcode.UNLOCK, vb_id=STUCK, key=b"\0k", opaque=3, cas=mine.cas))
+    lock(other, 4, Opcode.GET_AND_LOCK)
+    theirs = node.engine.locks.held[place]
+    connection.held.depose({STUCK})
+    assert node.engine.locks.held == {place: theirs}
+
+
 # -- text --------------------------------------------------------------------------------------
 
 

@@ -156,6 +156,19 @@ def test_the_cas_of_a_lock_that_is_over_changes_nothing(
     assert unlock(holder, vb, cas) == Status.NOT_LOCKED
 
 
+def test_no_document_gets_the_cas_of_a_lock(node: MemoryNode, vb: int) -> None:
+    """The clock was set back, and the next process knows nothing of the lock."""
+    holder = connect(node)
+    holder.set(vb, KEY, b"v")
+    node.now_ns -= 10 * SECOND_NS
+    cas = lock(holder, vb).cas
+    node.commit()
+    node.crash()
+    other = connect(node)
+    assert other.set(vb, KEY, b"of another client").cas != cas
+    assert store(other, vb, cas) == Status.KEY_EEXISTS
+
+
 def test_unlock_takes_the_cas_of_the_lock(vb: int, holder: Peer, other: Peer) -> None:
     own_cas = holder.set(vb, KEY, b"v").cas
     assert unlock(holder, vb, own_cas) == Status.NOT_LOCKED

@@ -14,10 +14,13 @@ from sim.checkers import (
     cuts,
     expiries,
     histories,
+    keeps,
     linearizable,
     liveness,
+    locks,
     membership,
     metadata,
+    observed,
     replica_reads,
     shown,
     streams,
@@ -60,6 +63,10 @@ RULES: Final = {
     "expiry": "A document that has expired does not come back.",
     "metadata": "Flags, expiry and revision of a document are what its changes asked for, or left"
     " as it was, and what clients and consumers are told.",
+    "locks": "A locked document is changed by nobody but who has the CAS of the lock, which nobody"
+    " else is told, until the lock is over; then it is not locked.",
+    "observed": "What OBSERVE_SEQNO tells of a partition is committed, and where a version ended.",
+    "keeps": "No purge passes the position of a consumer for which a partition keeps deletions.",
     "replica reads": "What a replica answers was committed.",
     "rollbacks due": "A consumer that has what is not in history any more is sent back.",
     "cuts": "At a cut, a consumer holds one state of the store: what was answered before something"
@@ -103,6 +110,17 @@ def linear(facts: Facts, plan: Plan, operations: Sequence[Operation]) -> tuple[l
     return linearizable.check([*operations, *expired], [*facts.excuses, *failovers(facts, plan)])
 
 
+def _claims(facts: Facts) -> list[Operation]:
+    """Return the operations whose answers say that a change is there to stay: all but those in
+    which a replica told what is on its disk.
+    """
+    return [
+        each
+        for each in facts.operations
+        if each.observed is None or observed.is_of_master(each, facts.masterships)
+    ]
+
+
 ONE_MESSAGE_BYTES: Final = 1000
 """A window with room for a message or two: three changes each 5 ms, fewer than clients write."""
 
@@ -114,6 +132,9 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
         "replica reads",
         replica_reads.uncommitted(facts.replica_reads, facts.histories, facts.committed),
     )
+    found += named("locks", locks.broken(facts.operations, facts.masterships, facts.excuses, plan))
+    found += named("keeps", keeps.passed(facts.operations, facts.excuses, plan))
+    found += named("observed", observed.wrong(facts, plan))
     found += named("metadata", metadata.wrong(facts.operations, facts.told, facts.ledger))
     found += named(
         "rollbacks due",
@@ -129,7 +150,7 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     found += named("batches", batches.torn(facts.batches, facts.ledger, facts.excuses))
     found += named(
         "answered writes",
-        histories.lost_writes(facts.operations, facts.final, facts.excuses, failovers(facts, plan)),
+        histories.lost_writes(_claims(facts), facts.final, facts.excuses, failovers(facts, plan)),
     )
     if facts.master_map is not None:
         found += named("same documents", streams.maps(facts.master_map, facts.consumer_maps))

@@ -41,6 +41,7 @@ from failover.rules.write_answer import WriteState
 from sim.bugs import BUGS
 from sim.cluster_node import ClusterNode
 from sim.damage_bugs import DAMAGE_BUGS
+from sim.lock_bugs import LOCK_BUGS
 from sim.machine import Machine
 from sim.metadata_bugs import METADATA_BUGS
 from sim.network import Side
@@ -467,7 +468,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
     ),
 }
 """Name -> the bug."""
-PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS | DAMAGE_BUGS | METADATA_BUGS
+PLANTED: Final = BUGS | CLUSTER_BUGS | WIDE_BUGS | DAMAGE_BUGS | METADATA_BUGS | LOCK_BUGS
 """All of them."""
 
 

@@ -32,6 +32,8 @@ class Kind(Enum):
     GET_REPLICA = auto()
     OBSERVE = auto()
     """OBSERVE_SEQNO: a version of a partition, and up to where it is persisted."""
+    GET_AND_LOCK = auto()
+    UNLOCK = auto()
     EXPIRE = auto()
     """No client asks for it: it is what an expiry may do, for the checkers."""
 
@@ -42,8 +44,9 @@ class Outcome(Enum):
     """What a client knows about its operation.
 
     OK, ABSENT, EXISTS, NOT_STORED and NOT_A_NUMBER are answers of the document. REFUSED: nothing
-    was done. NO_COLLECTION: the same, and the collection does not exist. AMBIGUOUS: it may have
-    happened, or may happen later. UNKNOWN: a read without answer.
+    was done. NO_COLLECTION: the same, and the collection does not exist. LOCKED and NOT_LOCKED: the
+    same, because of a lock, or because there is none. AMBIGUOUS: it may have happened, or may
+    happen later. UNKNOWN: a read without answer.
     """
 
     OK = auto()
@@ -53,6 +56,8 @@ class Outcome(Enum):
     NOT_A_NUMBER = auto()
     REFUSED = auto()
     NO_COLLECTION = auto()
+    LOCKED = auto()
+    NOT_LOCKED = auto()
     AMBIGUOUS = auto()
     UNKNOWN = auto()
 
@@ -66,7 +71,21 @@ DEFINITE = frozenset(
 LASTS_S = 864_000
 """Ten days, to which a few minutes are added: such documents outlive the run, whatever clocks do.
 """
-NOTHING_DONE = frozenset({Outcome.REFUSED, Outcome.NO_COLLECTION})
+NOTHING_DONE = frozenset(
+    {Outcome.REFUSED, Outcome.NO_COLLECTION, Outcome.LOCKED, Outcome.NOT_LOCKED}
+)
+
+
+class Observed(NamedTuple):
+    """What an OBSERVE_SEQNO was answered. `ended_seqno`: where the version that was asked for
+    ended; None: it is the newest one.
+    """
+
+    asked_uuid: int
+    vb_uuid: int
+    persisted_seqno: int
+    seqno: int
+    ended_seqno: int | None
 
 
 class Operation:
@@ -74,8 +93,9 @@ class Operation:
 
     __slots__ = (
         "argument", "cas", "cas_asked", "client", "collection", "ended_ns", "expiry_s", "flags",
-        "initial", "invoked_ns", "key", "kind", "lasts_s", "level", "name", "outcome", "rev_seqno",
-        "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
+        "initial", "invoked_ns", "is_locked", "kept_seqno", "key", "kind", "lasts_s", "level",
+        "lock_cas", "lock_s", "locked_value", "max_ttl_s", "name", "node", "observed", "outcome",
+        "rev_seqno", "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
     )  # fmt: skip
 
     def __init__(
@@ -125,16 +145,37 @@ class Operation:
         self.cas = cas
         self.vb_uuid = self.seqno = 0
         """The mutation token of the answer."""
+        self.lock_s = self.lock_cas = 0
+        """Of GET_AND_LOCK: how long the lock lasts, and the CAS that opens it. Of what sends such a
+        CAS: that CAS."""
+        self.locked_value: bytes | None = None
+        """Of a change with the CAS of a lock: the value that is locked."""
+        self.is_locked = False
+        """Whether a read showed the CAS of a locked document."""
+        self.max_ttl_s = 0
+        """How long what it stores may last at most, because of its collection; 0: no limit."""
+        self.kept_seqno: int | None = None
+        """Of what a partition keeps for a consumer, and of its positions: from where on."""
+        self.observed: Observed | None = None
+        self.node = ""
+        """Who answered, in a cluster."""
         self.why = ""
         self.tries: list[str] = []
         """Answers after which it was sent again, for stories."""
+
+    @property
+    def life_s(self) -> int:
+        """Seconds after which what it stores is due, 0: never, or long after the run."""
+        if self.max_ttl_s:
+            return min(self.expiry_s or self.lasts_s or self.max_ttl_s, self.max_ttl_s)
+        return self.expiry_s
 
     def __str__(self) -> str:
         text = f"{self.name} {self.kind.name} {self.key!r}"
         if self.collection:
             text += f" of collection {self.collection:x}"
-        if self.expiry_s:
-            text += f" for {self.expiry_s} s"
+        if self.expiry_s or self.max_ttl_s or self.lock_s:
+            text += f" for {self.life_s or self.lock_s} s"
         if self.argument:
             text += f" {self.argument[:60]!r}"
         if self.cas_asked:
@@ -148,6 +189,12 @@ class Operation:
             text += f" {self.value[:60]!r}"
         if self.cas:
             text += f" CAS {self.cas:x}"
+        if self.is_locked:
+            text += " CAS of a locked document"
+        if self.kind is Kind.GET_AND_LOCK and self.lock_cas:
+            text += f" lock {self.lock_cas:x}"
+        if self.observed is not None:
+            return f"{text} {self.observed}"
         if self.seqno:
             text += f" vb {self.vb_id} version {self.vb_uuid:x} seqno {self.seqno}"
         return text
@@ -461,6 +508,8 @@ class Facts:
         """What consumers were told of documents of the default collection."""
         self.collections: dict[str, int] = {}
         """The newest id of each name that exists."""
+        self.max_ttls: dict[int, int] = {}
+        """Of each collection that has one, the maxTTL in seconds."""
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
         self.lacking: list[Lacking] = []

@@ -111,10 +111,9 @@ class KvClient:
         plan: Plan,
         make_caller: Callable[[Host], Caller],
         facts: Facts,
-        *,
-        is_wide: bool = False,
+        workload: type[WideWorkload] | None = None,
     ) -> None:
-        """`is_wide`: it does what `sim.wide_workload` draws."""
+        """`workload`: what draws its operations; None: `Workload`."""
         self.name = name
         self._facts = facts
         self.host = Host(network.world, name)
@@ -125,9 +124,9 @@ class KvClient:
         self._plan = plan
         self._world = network.world
         self._workload = (
-            WideWorkload(network.world, plan, name, facts)
-            if is_wide
-            else Workload(network.world, plan, name)
+            Workload(network.world, plan, name)
+            if workload is None
+            else workload(network.world, plan, name, facts)
         )
         self._is_stopped = False
         self._busy = 0
@@ -157,7 +156,7 @@ class KvClient:
     def places(self) -> list[tuple[int, bytes]]:
         """Return the collections and keys of all documents that there may be."""
         return [
-            *((0, key) for key in (*self._plan.keys, *self._plan.wide_keys)),
+            *((0, key) for key in self._plan.default_keys),
             *(
                 (collection, key)
                 for collection in self._facts.collections.values()

@@ -28,7 +28,7 @@ from sim.checkers.falling import Change, falls
 from sim.clock import Clock
 from sim.cut_rounds import NodeCuts
 from sim.facts import Committed, Facts, History, Mastership, fingerprint
-from sim.manifests import changed, ids
+from sim.manifests import changed, ids, max_ttls
 from sim.network import Side
 from sim.node_scrubber import NodeScrubber
 from sim.plan import Plan
@@ -190,7 +190,7 @@ class SingleNode:
         self.scans = RangeScans(Views(self.engine, self.store), draw)
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self._upkeep = Upkeep(self, machine.env, plan, facts)
-        self._pager = Pager(self.engine, self.store) if plan.wide_clients else None
+        self._pager = Pager(self.engine, self.store) if plan.has_expiries else None
         self.scrubber: NodeScrubber | None = None
         if isinstance(machine.env, TwinEnv):
             self.scrubber = NodeScrubber(self, machine.env, machine.network, plan.scrub_ns)
@@ -480,11 +480,12 @@ class SingleNode:
         if self._has_begun:
             keyspace = self.engine.keyspace
             try:
-                keyspace.set_manifest(changed(self._world, keyspace.manifest))
+                keyspace.set_manifest(changed(self._world, keyspace.manifest, self._plan.max_ttl_s))
             except StoreDamagedError as error:
                 self.met(error.vb_id)
                 return
             self._record.collections = ids(keyspace.manifest)
+            self._record.max_ttls |= max_ttls(keyspace.manifest)
             self.kick()
 
     def serves(self, vb_id: int) -> bool:
@@ -549,8 +550,8 @@ class SingleNode:
         if self.scrubber is not None and self.scrubber.may_be_damaged:
             return  # what could not be read is not looked for again until the next merge
         with self._machine.env.as_written():
-            for key in self._plan.wide_keys:
-                stored = DEFAULT_COLLECTION_PREFIX + key
+            live = self._record.max_ttls.keys() & engine.keyspace.manifest.collections.keys()
+            for stored, key in self._plan.expiring(sorted(live)):
                 part = engine.partitions[self._plan.vb_of(key)]
                 if part.state == VbState.ACTIVE and not part.holds:
                     meta = engine.newest_meta(part.vb_id, stored)

@@ -14,6 +14,7 @@ from failover.coordinator.membership import LEASE_TTL_S
 from failover.replication.messages import FORMAT
 from sim.facts import Kind
 from sim.world import MS, SECOND
+from vbucket.model.consumer_documents import checkpoint_key, keep_key
 from vbucket.model.ids import vbucket_of
 from vbucket.model.manifest import encode_leb128
 
@@ -39,6 +40,8 @@ CLUSTER_FAULTS = (
 """Faults that need several nodes."""
 MOVE_FAULTS = ("rebalance", "move", "drain", "set_copies", "cancel", "fail_over")
 """What operators ask for in clusters with more nodes than copies."""
+KEPT_CONSUMER = "kept"
+"""The consumer for which partitions keep deletions."""
 MOVE_NODES = 4
 """Clusters with so many nodes have a record, and operators that move copies."""
 ABOUT_ELECTIONS = (
@@ -178,6 +181,14 @@ class Plan(NamedTuple):
     processes run, and nobody looks for it."""
     branches: int = 3
     """So many branches at most. With more of them, some are at 0 and most near the end."""
+    lock_clients: int = 0
+    """Clients that do what `sim.lock_workload` draws."""
+    lock_keys: tuple[bytes, ...] = ()
+    """Their keys in the default collection."""
+    max_ttl_s: int = 0
+    """The maxTTL of all collections but the default one; 0: they have none."""
+    has_keeps: int = 0
+    """1: partitions keep deletions for a consumer that is away (`sim.keep_workload`)."""
     older_formats: int = 0
     """0: all nodes speak the newest format of replication's messages. Any other number says which
     nodes speak the one before, from each start of their processes on (`format_at`)."""
@@ -195,9 +206,33 @@ class Plan(NamedTuple):
         """Return the partition of a key."""
         return vbucket_of(key, self.partitions)
 
+    @property
+    def default_keys(self) -> tuple[bytes, ...]:
+        """The keys of all clients in the default collection."""
+        return (*self.keys, *self.wide_keys, *self.lock_keys, *self.keep_keys)
+
+    @property
+    def keep_keys(self) -> tuple[bytes, ...]:
+        """The keys of what partitions keep for a consumer, and of its positions."""
+        vb_ids = range(self.partitions if self.has_keeps else 0)
+        return (*map(keep_key, vb_ids), *(checkpoint_key(KEPT_CONSUMER, each) for each in vb_ids))
+
     def keys_of(self, vb_id: int) -> list[bytes]:
         """Return the keys of a partition."""
         return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]
+
+    @property
+    def has_expiries(self) -> bool:
+        """Whether documents may expire while it runs."""
+        return bool(self.wide_clients or self.max_ttl_s)
+
+    def expiring(self, collections: Iterable[int]) -> list[tuple[bytes, bytes]]:
+        """Return the keys of documents that may expire, as they are stored and as clients have
+        them. `collections` have a maxTTL.
+        """
+        limited = ((each, key) for each in collections for key in self.collection_keys)
+        keys = (*((0, key) for key in self.wide_keys), *limited)
+        return [(encode_leb128(collection) + key, key) for collection, key in keys]
 
     @property
     def needs_every_copy(self) -> bool:
@@ -209,7 +244,7 @@ class Plan(NamedTuple):
         return [
             encode_leb128(collection) + key
             for collection in (0, *collections)
-            for key in (self.collection_keys if collection else (*self.keys, *self.wide_keys))
+            for key in (self.collection_keys if collection else self.default_keys)
             if vbucket_of(key, self.partitions) == vb_id
         ]
 
@@ -300,6 +335,33 @@ def reverted(plan: Plan, draw: random.Random) -> Plan:
         item_cache_bytes=16 << 10,
         compact_share=draw.choice((0.0, 1.0)),
         save_every_ns=draw.choice((50, 200, 1000)) * MS,
+    )
+
+
+def locked(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with clients that lock documents and observe partitions, some with
+    collections that have a maxTTL, and some with a consumer for which deletions are kept. Four
+    seeds in five stay as they are. `draw` is a source of its own.
+    """
+    if draw.random() >= 0.2:
+        return plan
+    # Where clocks jump, nobody knows when a lock or a document is over.
+    may_jump = draw.random() < 0.3
+    faults = [name for name in plan.faults if may_jump or name != "clock_jump"]
+    has_ttl = draw.random() < 0.65
+    has_keeps = draw.random() < 0.5
+    return plan._replace(
+        has_keeps=int(has_keeps),
+        compact_share=1.0 if has_keeps else plan.compact_share,
+        memtable_bytes=2 << 10 if has_keeps else plan.memtable_bytes,
+        lock_clients=draw.choice((1, 2, 2)),
+        lock_keys=tuple(b"l%d" % number for number in range(draw.choice((2, 3)))),
+        max_ttl_s=draw.choice((1, 1, 2)) if has_ttl else 0,
+        collection_keys=tuple(b"x%d" % number for number in range(4))
+        if has_ttl or plan.collection_keys
+        else (),
+        faults=(*faults, *("collections",) * (2 * has_ttl)),
+        load_ns=max(plan.load_ns, 2500 * MS) if plan.nodes == 1 else plan.load_ns,
     )
 
 

@@ -11,10 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
+from sim.checkers import keeps
 from sim.checkers.histories import PURGE, explains
 from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
 from sim.moments import STORE, Moment, short
 from sim.twin_pages import ALONE, FROM_COPY, NAMED, PUT_RIGHT
+from sim.world import SECOND
 
 ELECTIONS: Final = frozenset({"election", "election of the same master", "unclean election"})
 _COUNTED: Final = {
@@ -56,6 +58,11 @@ OF_DAMAGE: Final = (
     "pages mended by another copy", "pages named and put right",
 )  # fmt: skip
 """What plans with damaged stores reach."""
+OF_LOCKS: Final = (
+    "locks taken", "locks that refused a write", "documents that expired by a maxTTL",
+    "observes answered", "purges behind a consumer that is kept",
+)  # fmt: skip
+"""What clients that lock documents reach (`sim.lock_workload`)."""
 OF_CLUSTERS: Final = (
     *_COUNTED.values(),
     "elections after a clock jump",
@@ -70,6 +77,7 @@ OF_CLUSTERS: Final = (
     "writes without an answer",
     *OF_VIEWS[:7],
     *OF_DAMAGE,
+    *OF_LOCKS,
 )
 """All counts of clusters."""
 LEFT_COPIES: Final = "damaged copies that consumers left"
@@ -117,6 +125,7 @@ def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> 
     found["operations refused"] = outcomes[Outcome.REFUSED]
     found["writes without an answer"] = outcomes[Outcome.AMBIGUOUS]
     found += _views(facts)
+    found.update(_locks(facts.operations, facts.excuses))
     found["pages damaged"] = len(facts.damaged)
     found["reads of damaged pages"] = facts.met_damage
     found[LEFT_COPIES] = facts.left_copies
@@ -147,6 +156,38 @@ def _views(facts: Facts) -> Counter[str]:
             ),
         }
     )
+
+
+def _locks(operations: Sequence[Operation], excuses: Sequence[Excuse]) -> dict[str, int]:
+    """Count what clients that lock documents were answered, as `OF_LOCKS` has it."""
+    refused = [each for each in operations if each.outcome is Outcome.LOCKED]
+    of_locks = {Kind.GET_AND_LOCK, Kind.UNLOCK}
+    counts = (
+        sum(each.kind is Kind.GET_AND_LOCK and each.outcome is Outcome.OK for each in operations),
+        sum(each.kind not in of_locks for each in refused),
+        _expired(operations),
+        sum(each.observed is not None for each in operations),
+        sum(1 for _ in keeps.purges(operations, excuses)),
+    )
+    return dict(zip(OF_LOCKS, counts, strict=True))
+
+
+def _expired(operations: Iterable[Operation]) -> int:
+    """Count the documents that were read as absent after the maxTTL of their collection."""
+    stored: dict[tuple[int, bytes], Operation] = {}
+    count = 0
+    limited = (each for each in operations if each.collection and each.ended_ns is not None)
+    for each in sorted(limited, key=lambda each: each.ended_ns or 0):
+        place = each.collection, each.key
+        if each.kind is Kind.DELETE or each.outcome is Outcome.AMBIGUOUS:
+            stored.pop(place, None)
+        elif each.max_ttl_s and each.outcome is Outcome.OK:
+            stored[place] = each
+        elif each.kind is Kind.GET and each.outcome is Outcome.ABSENT and place in stored:
+            write = stored.pop(place)
+            life_ns = write.life_s * SECOND
+            count += each.invoked_ns > (write.ended_ns or 0) + life_ns
+    return count
 
 
 def _snapshots_at_a_death(moments: Iterable[Moment]) -> int:

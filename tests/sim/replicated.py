@@ -33,7 +33,7 @@ from sim.faults import Controls, Mend
 from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
-from sim.manifests import changed, ids
+from sim.manifests import changed, ids, max_ttls
 from sim.moments import STORE, of_record
 from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
@@ -435,8 +435,9 @@ class ReplicatedNodes:
         manifest = INITIAL_MANIFEST
         for item in found.items:
             manifest = decode_record(item, ManifestRecord).manifest()
-        manifest = changed(self._world, manifest)
+        manifest = changed(self._world, manifest, self._setting.plan.max_ttl_s)
         self._setting.facts.collections = ids(manifest)
+        self._setting.facts.max_ttls |= max_ttls(manifest)
         put = Put(KEYS.manifest, encode_record(ManifestRecord.of(manifest)))
         self.store.apply(self._world.now_ns, Txn((), (put,)))
         self._world.note(f"collections {manifest.uid}")

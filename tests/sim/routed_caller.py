@@ -160,7 +160,7 @@ class RoutedCaller:
                     node=node,
                 )  # fmt: skip
             else:
-                send.outcomes[0] = frame
+                send.outcomes[0], operation.node = frame, node
             call.finish(send, self._now_s, self._world.draw.random())
             self._drive(operation, call, done)
 

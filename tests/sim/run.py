@@ -25,9 +25,11 @@ from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
-from sim.faults import SHARES, Faults
+from sim.faults import SHARES, Faults, collections
+from sim.keep_workload import KeepWorkload
 from sim.kv_client import KvClient
 from sim.last_damage import damage_once_more, look_at
+from sim.lock_workload import LockWorkload
 from sim.machine import RESTART_NS, Machine
 from sim.network import Network
 from sim.node import SingleNode
@@ -37,6 +39,7 @@ from sim.plan import (
     changed,
     damaged,
     drawn,
+    locked,
     mixed,
     probed,
     reverted,
@@ -47,19 +50,25 @@ from sim.quarantine import kept
 from sim.reached import reached
 from sim.replicated import ReplicatedNodes
 from sim.twin_pages import TwinEnv
+from sim.wide_workload import WideWorkload
 from sim.world import MS, SECOND, Trace, World
 from support.forgetful_disk import ForgetfulEnv
 
+LOCKING = "locking 10482"
+"""Its number lets as many seeds as possible, of those that tests name, stay what they are."""
 KINDS_OF_PLANS = (
     ("wide", widened),
     ("probed", probed),
     ("mixed", mixed),
     ("media", damaged),
     ("reverted", reverted),
+    (LOCKING, locked),
 )
 """What is added to a plan, and the name of the source that it is drawn from."""
 LOOK_NS = 50 * MS
 """How often the end of the rest is looked for."""
+COLLECTION_NS = 100 * MS
+"""Where collections have a maxTTL, the first one is created so early."""
 MENDED_NS = 2 * SECOND
 """What can be proven is mended so long after two passes, at most."""
 CALM_TIMEOUT_NS = 2 * SECOND
@@ -160,10 +169,7 @@ class Simulation:
             )
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
-        self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
-        self.clients += [
-            self._client(f"d{number}", is_wide=True) for number in range(1, plan.wide_clients + 1)
-        ]
+        self.clients = self._clients()
         self.reader = self._client("reader")
         self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.consumers += [
@@ -185,9 +191,26 @@ class Simulation:
         self._stuck: set[str] = set()
         """Consumers that stand still because a link is cut for good."""
 
-    def _client(self, name: str, *, is_wide: bool = False) -> KvClient:
+    def _clients(self) -> list[KvClient]:
+        """Return the clients that make the load."""
+        plan = self.plan
+        kinds = (
+            ("c", None, plan.clients),
+            ("d", WideWorkload, plan.wide_clients),
+            ("l", LockWorkload, plan.lock_clients),
+        )
+        clients = [
+            self._client(f"{name}{number}", workload)
+            for name, workload, count in kinds
+            for number in range(1, count + 1)
+        ]
+        if plan.has_keeps:
+            clients.append(self._client("keeper", KeepWorkload))
+        return clients
+
+    def _client(self, name: str, workload: type[WideWorkload] | None = None) -> KvClient:
         caller = self._cluster.caller
-        return KvClient(self.network, name, self.plan, caller, self.facts, is_wide=is_wide)
+        return KvClient(self.network, name, self.plan, caller, self.facts, workload)
 
     def _consumer(self, name: str) -> SimConsumer:
         return SimConsumer(self.network, name, self.plan, self.facts, self._cluster.routing())
@@ -215,6 +238,8 @@ class Simulation:
             client.begin()
         for consumer in self.consumers:
             consumer.begin()
+        if self.plan.max_ttl_s:
+            self.world.after(COLLECTION_NS, collections, self.faults)
 
     def _start_again(self) -> None:
         """Start what has ended inside an event, as a supervisor does."""
@@ -262,6 +287,9 @@ class Simulation:
                 world.run_until(world.now_ns + DAMAGED_RETRY_NS + SECOND)  # replicas come back
         if self._forever and not facts.problems:
             self._break_for_good()
+        if self.plan.max_ttl_s and not facts.problems:
+            self.reader.read_all()  # what is due by now is not written again before it is read
+            self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         facts.works_ns = world.now_ns
         for client in (*self.clients, *self._probers):
             client.begin()

@@ -18,7 +18,7 @@ from sim.facts import Outcome
 from sim.faults import FAULTS
 from sim.found import FOUND
 from sim.planting import Bug
-from sim.reached import OF_VIEWS
+from sim.reached import OF_LOCKS, OF_VIEWS
 from sim.run import Options, Report, Simulation, replay_command, run_seed
 from sim.world import Trace
 
@@ -73,7 +73,7 @@ def test_all_faults_of_a_single_node_happen() -> None:
 
 
 def test_everything_of_a_node_alone_is_reached() -> None:
-    wanted, found = set(OF_VIEWS) - {"repairs", "repairs in place"}, set[str]()
+    wanted, found = {*OF_VIEWS, *OF_LOCKS} - {"repairs", "repairs in place"}, set[str]()
     for seed in range(SEEDS):
         found |= report_of(seed).reached.keys() & wanted
         if found == wanted:

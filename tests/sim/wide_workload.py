@@ -35,6 +35,7 @@ _USES: Final[dict[bytes, Choices]] = {
 _EXPIRING: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE, Kind.TOUCH, Kind.GET_AND_TOUCH})
 _DURABLE: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE, Kind.DELETE, Kind.APPEND, Kind.PUSH})
 """Commands that have a durability frame."""
+_LIMITED: Final = _EXPIRING | {Kind.APPEND, Kind.INCREMENT}
 PAST_NS: Final = 20_000 * SECOND
 """A CAS of SET_WITH_META is so old that no clock that jumps finds it too far ahead."""
 REVISIONS: Final = 60
@@ -65,6 +66,7 @@ class WideWorkload(Workload):
         if kind is Kind.GET_REPLICA and plan.nodes == 1:
             kind = Kind.OBSERVE if plan.vb_of(key) in self._versions else Kind.GET
         operation = self.operation(kind, key, collection)
+        self._limit(operation)
         if kind is Kind.OBSERVE:
             operation.vb_uuid = self._versions[operation.vb_id]
             return operation
@@ -78,6 +80,11 @@ class WideWorkload(Workload):
         if kind in _DURABLE and world.chance(plan.durability_share):
             operation.level = 1 + world.below(3)
         return operation
+
+    def _limit(self, operation: Operation) -> None:
+        """Note the maxTTL of the collection in which an operation stores a document."""
+        if operation.kind in _LIMITED:
+            operation.max_ttl_s = self._facts.max_ttls.get(operation.collection, 0)
 
     def learned(self, operation: Operation) -> None:
         """Keep the CAS and the version of an answer."""

@@ -12,12 +12,13 @@ from zlib import crc32
 
 from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.wire.frame import FLEX_HEADER, Frame, pack_request
-from dcp.wire.message import MUTATION_TOKEN, U64
+from dcp.wire.message import MUTATION_TOKEN, OBSERVE_CURRENT, OBSERVE_OLD, U32, U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from sim.facts import LASTS_S, Kind, Operation, Outcome
+from sim.facts import LASTS_S, Kind, Observed, Operation, Outcome
 from sim.plan import Plan
 from sim.world import World
+from vbucket.engine.documents.locks import LOCKED_CAS
 from vbucket.model.ids import vbucket_of
 from vbucket.model.manifest import encode_leb128
 
@@ -43,16 +44,15 @@ _OPCODES: Final = {
     Kind.DELETE: Opcode.DELETE, Kind.INCREMENT: Opcode.INCREMENT, Kind.APPEND: Opcode.APPEND,
     Kind.TOUCH: Opcode.TOUCH, Kind.GET_AND_TOUCH: Opcode.GAT, Kind.GET_REPLICA: Opcode.GET_REPLICA,
     Kind.OBSERVE: Opcode.OBSERVE_SEQNO, Kind.PUSH: Opcode.SUBDOC_ARRAY_PUSH_LAST,
-    Kind.SET_WITH_META: Opcode.SET_WITH_META,
+    Kind.SET_WITH_META: Opcode.SET_WITH_META, Kind.GET_AND_LOCK: Opcode.GET_AND_LOCK,
+    Kind.UNLOCK: Opcode.UNLOCK,
 }  # fmt: skip
 _TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
 _STORES: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE})
 _WITH_CAS: Final = frozenset({Kind.SET, Kind.REPLACE, Kind.DELETE, Kind.APPEND})
 READS: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.OBSERVE})
 _WITH_EXPIRY: Final = _STORES | {Kind.INCREMENT, Kind.PUSH}
-_WITH_VALUE: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.GET_AND_TOUCH})
-_OBSERVED: Final = Struct(">BHQQQ")
-"""Form 0 of an OBSERVE_SEQNO: partition, version, persisted seqno, seqno. Form 1 has more."""
+_WITH_VALUE: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.GET_AND_TOUCH, Kind.GET_AND_LOCK})
 _OF_COUNTERS: Final = frozenset({Kind.GET, Kind.INCREMENT, Kind.DELETE})
 
 OUTCOMES: Final[dict[int, Outcome]] = {
@@ -66,6 +66,8 @@ OUTCOMES: Final[dict[int, Outcome]] = {
     Status.NOT_MY_VBUCKET: Outcome.REFUSED,
     Status.EINTERNAL: Outcome.REFUSED,
     Status.UNKNOWN_COLLECTION: Outcome.NO_COLLECTION,
+    Status.LOCKED: Outcome.LOCKED,
+    Status.NOT_LOCKED: Outcome.NOT_LOCKED,
     DURABILITY_INVALID: Outcome.REFUSED,
     SYNC_WRITE_IMPOSSIBLE: Outcome.REFUSED,
     SYNC_WRITE_AMBIGUOUS: Outcome.AMBIGUOUS,
@@ -165,6 +167,8 @@ def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
         extras = _EXPIRY.pack(operation.expiry_s)
     elif kind is Kind.OBSERVE:
         key, value = b"", U64.pack(operation.vb_uuid)
+    elif kind is Kind.GET_AND_LOCK:
+        extras = U32.pack(operation.lock_s)
     elif kind is Kind.PUSH:
         expiry = _EXPIRY.pack(operation.lasts_s) if operation.lasts_s else b""
         extras, value = _PATH_EXTRAS + expiry + _MAKES_DOCUMENT, operation.argument
@@ -201,15 +205,37 @@ def read_answer(operation: Operation, frame: Frame) -> Outcome | None:
     if outcome is Outcome.OK:
         operation.cas = frame.cas
         if operation.kind is Kind.OBSERVE:
-            _, _, operation.vb_uuid, operation.seqno, _ = _OBSERVED.unpack_from(frame.value)
+            operation.observed = seen = _observed(operation.vb_uuid, frame.value)
+            operation.vb_uuid, operation.seqno = seen.vb_uuid, seen.persisted_seqno
         elif operation.kind in _WITH_VALUE:
             operation.value = frame.value
             operation.flags = int.from_bytes(frame.extras[-4:], "big")
+            _take_lock(operation)
         elif len(frame.extras) == MUTATION_TOKEN.size:
             operation.vb_uuid, operation.seqno = MUTATION_TOKEN.unpack(frame.extras)
         if operation.kind is Kind.INCREMENT and len(frame.value) == U64.size:
             operation.value = b"%d" % U64.unpack(frame.value)[0]
     return outcome
+
+
+def _observed(asked_uuid: int, answer: bytes) -> Observed:
+    """Return what an OBSERVE_SEQNO was answered: form 0 is of the newest version, form 1 of one
+    that has ended, and names it.
+    """
+    if not answer[0]:
+        return Observed(asked_uuid, *OBSERVE_CURRENT.unpack(answer)[2:], None)
+    *_, vb_uuid, persisted_seqno, seqno, told_uuid, ended_seqno = OBSERVE_OLD.unpack(answer)
+    end = ended_seqno if told_uuid == asked_uuid else None
+    return Observed(asked_uuid, vb_uuid, persisted_seqno, seqno, end)
+
+
+def _take_lock(operation: Operation) -> None:
+    """Keep the CAS of a lock apart from that of a document: nobody is told the latter."""
+    operation.is_locked = operation.cas == LOCKED_CAS
+    if operation.kind is Kind.GET_AND_LOCK:
+        operation.lock_cas = operation.cas
+    if operation.is_locked or operation.kind is Kind.GET_AND_LOCK:
+        operation.cas = 0
 
 
 def unanswered(operation: Operation) -> Outcome:

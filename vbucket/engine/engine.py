@@ -105,7 +105,7 @@ class Engine:
         self.item_cache = keyspace.item_cache
         self.due = keyspace.due
         self.versions = keyspace.versions
-        self.locks = Locks()
+        self.locks = Locks(draws)
         self.loads = Loads(keyspace)
         self._store = store
         self.set_run = set_run(

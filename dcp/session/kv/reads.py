@@ -4,12 +4,14 @@ These are not the hot path: a handler gets its request as a `Frame`.
 
 Rules: kv_engine's. A lock lasts 15 seconds unless the client asks for 1 to 30. Whoever does not
 have the lock's CAS cannot change the document; reads show LOCKED_CAS. Locks are not changes: they
-have no seqno, and are not in streams.
+have no seqno, and are not in streams. If what they observed is not committed in time, the client is
+told to try again, so what they did is taken back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from dcp.session.kv.documents import DocumentCommands
@@ -76,6 +78,7 @@ class DocumentReadCommands:
         if not cas:
             why = f"{len(locks.held)} documents are locked, the limit; try again soon"
             raise RefusedError(Status.ETMPFAIL, why)
+        self._undone_by(partial(locks.take_back, part, key, cas))
         self._answer(request, document._replace(cas=cas))
 
     def unlock(self, request: Frame) -> None:
@@ -91,7 +94,13 @@ class DocumentReadCommands:
             self._refuse(request, part, Status.NOT_LOCKED if lock is None else Status.LOCKED)
             return
         self._engine.locks.unlock(part, key)
+        self._undone_by(partial(self._engine.locks.put_back, part, key, lock))
         self._state.answer(request)
+
+    def _undone_by(self, undo: Callable[[], None]) -> None:
+        """Let this be called if the answer is replaced: then the client may ask again."""
+        if self._state.marks is not None:
+            self._state.current.undo = undo
 
     def _refuse(self, request: Frame, part: Partition, status: int) -> None:
         self._documents.refuse_outcome(request.opcode, request.opaque, status, part.vb_id)

@@ -18,6 +18,8 @@ BOOT_NS: Final = SECOND
 """Clocks of two machines differ by less, without jumps (`sim.clock`)."""
 SLACK_NS: Final = 200 * MS
 PPM: Final = 1_000_000
+KEEPING: Final = frozenset({Kind.APPEND, Kind.INCREMENT})
+"""They keep the expiry of what was there, so what they leave may be due at any time."""
 
 
 class Expiries:
@@ -33,14 +35,15 @@ class Expiries:
         early as any clock says. A checker lets it happen then or later, or never.
         """
         for operation in operations:
-            if not operation.expiry_s or operation.outcome in NOTHING_DONE:
+            if not operation.life_s or operation.outcome in NOTHING_DONE:
                 continue
             is_known = operation.outcome in DEFINITE
             if is_known and operation.outcome is not Outcome.OK:
                 continue
             event = Operation(
                 operation.client, 0, Kind.EXPIRE, operation.vb_id, operation.key,
-                operation.argument if not is_known else b"", cas_asked=operation.cas,
+                b"" if is_known or operation.kind in KEEPING else operation.argument,
+                cas_asked=operation.cas,
                 collection=operation.collection,
                 invoked_ns=operation.invoked_ns + self._soonest_ns(operation),
                 outcome=Outcome.AMBIGUOUS,
@@ -49,9 +52,9 @@ class Expiries:
             yield event
 
     def _soonest_ns(self, operation: Operation) -> int:
-        if self._jumps:
+        if self._jumps or operation.kind in KEEPING:
             return 0
-        after_ns = (operation.expiry_s - 1) * SECOND - self._skew_ns
+        after_ns = (operation.life_s - 1) * SECOND - self._skew_ns
         return max(0, after_ns - self._drifted_ns(operation.invoked_ns + after_ns))
 
     def _drifted_ns(self, at_ns: int) -> int:
@@ -61,21 +64,21 @@ class Expiries:
         """No read answers with a document that has expired on every clock."""
         if self._jumps:
             return []
-        by_cas: dict[tuple[bytes, int], list[Operation]] = defaultdict(list)
+        by_cas: dict[tuple[int, bytes, int], list[Operation]] = defaultdict(list)
         reads = []
         for operation in operations:
-            if operation.outcome is not Outcome.OK or operation.collection:
+            if operation.outcome is not Outcome.OK:
                 continue
             if operation.kind in {Kind.GET, Kind.GET_REPLICA}:
                 reads.append(operation)
             elif operation.cas:
-                by_cas[operation.key, operation.cas].append(operation)
+                by_cas[operation.collection, operation.key, operation.cas].append(operation)
         problems = []
         for read in reads:
-            writes = by_cas.get((read.key, read.cas), [])
-            if not writes or not all(write.expiry_s for write in writes):
+            writes = by_cas.get((read.collection, read.key, read.cas), [])
+            if not writes or not all(write.life_s for write in writes):
                 continue
-            due_ns = max((write.ended_ns or 0) + write.expiry_s * SECOND for write in writes)
+            due_ns = max((write.ended_ns or 0) + write.life_s * SECOND for write in writes)
             if read.invoked_ns > due_ns + self._skew_ns + self._drifted_ns(due_ns) + SLACK_NS:
                 problems.append(f"an expired document is answered: {read}; it was due at"
                                 f" {due_ns / MS:.3f} ms ({writes[-1]})")  # fmt: skip

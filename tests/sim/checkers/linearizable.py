@@ -25,6 +25,7 @@ from sim.checkers.register import (
     ANYTHING,
     KEEPING,
     NOTHING,
+    SHOWING,
     State,
     applied,
     changes_nothing,
@@ -36,6 +37,8 @@ from sim.facts import DEFINITE, NOTHING_DONE, Excuse, Kind, Operation, Outcome
 CONFIGURATIONS_MAX = 3_000
 """Configurations of one answer above which a key is given up: it would take too long."""
 
+_OF_OTHERS = frozenset({Kind.OBSERVE, Kind.UNLOCK})
+"""They are about a partition, or about a lock."""
 _NOBODY: frozenset[int] = frozenset()
 Configuration = tuple[State, frozenset[int], frozenset[int]]
 """State; operations under way that have taken effect; writes without an answer that have."""
@@ -52,8 +55,8 @@ def check(operations: Iterable[Operation], excuses: Sequence[Excuse]) -> tuple[l
     """Return the violations, and how many keys were given up."""
     by_key: dict[tuple[int, bytes], list[Operation]] = defaultdict(list)
     for operation in operations:
-        if operation.kind is Kind.OBSERVE:
-            continue  # it is about a partition
+        if operation.kind in _OF_OTHERS:
+            continue
         by_key[operation.collection, operation.key].append(operation)
     problems, given_up = [], 0
     for (_, key), history in by_key.items():
@@ -108,7 +111,7 @@ def _unknown(operation: Operation) -> Operation:
         invoked_ns=operation.invoked_ns,
         ended_ns=operation.ended_ns, outcome=Outcome.AMBIGUOUS,
     )  # fmt: skip
-    copy.name = operation.name
+    copy.name, copy.locked_value = operation.name, operation.locked_value
     return copy
 
 
@@ -117,7 +120,7 @@ def search(history: Sequence[Operation], initial: State = NOTHING) -> Verdict:
     moments: list[tuple[int, int, int]] = []
     for index, operation in enumerate(history):
         outcome = operation.outcome
-        if outcome in NOTHING_DONE or (operation.kind is Kind.GET and outcome not in DEFINITE):
+        if outcome in NOTHING_DONE or (operation.kind in SHOWING and outcome not in DEFINITE):
             continue
         moments.append((operation.invoked_ns, 0, index))
         if outcome in DEFINITE:

@@ -7,7 +7,7 @@ from typing import Final
 
 from sim.facts import DEFINITE, Operation, Outcome
 
-_ANSWERS = DEFINITE | {Outcome.NO_COLLECTION}
+_ANSWERS = DEFINITE | {Outcome.NO_COLLECTION, Outcome.LOCKED, Outcome.NOT_LOCKED}
 
 
 WITHOUT_COPIES: Final = "status 0xa1"

@@ -19,7 +19,7 @@ from sim.world import SECOND
 
 DAY_S: Final = 86_400
 SHOWN: Final = frozenset({Kind.GET, Kind.GET_REPLICA})
-NOT_MADE: Final = SHOWN | {Kind.OBSERVE, Kind.DELETE}
+NOT_MADE: Final = SHOWN | {Kind.OBSERVE, Kind.DELETE, Kind.GET_AND_LOCK, Kind.UNLOCK}
 """What leaves no document."""
 STORING: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE, Kind.SET_WITH_META})
 

@@ -13,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from sim.checkers.histories import is_excused_by, missing
-from sim.facts import CutOffFact, Excuse, History, LostFact, LostFolder, Operation, Outcome, cas_of
+from sim.facts import (
+    CutOffFact,
+    Excuse,
+    History,
+    Kind,
+    LostFact,
+    LostFolder,
+    Operation,
+    Outcome,
+    cas_of,
+)
 from vbucket.model.entry import META, key_of, seqno_of
 from vbucket.model.manifest import decode_leb128
 from vbucket.model.receipt import CutOff
@@ -31,6 +41,7 @@ def lost_by_election(
         operation
         for operation in operations
         if operation.outcome is Outcome.OK and operation.seqno and operation.vb_id in by_vb
+        and operation.kind is not Kind.OBSERVE
         and missing(operation, by_vb[operation.vb_id])
         and is_excused_by(operation, excuses, UNCLEAN)
         and not is_excused_by(operation, excuses, OTHERS)

@@ -21,6 +21,9 @@ ANYTHING: Final[State] = (b"\0anything", 0)
 KEEPING: Final = frozenset({Kind.APPEND, Kind.PUSH, Kind.TOUCH})
 """What they leave depends on what was there, and their answers do not tell it."""
 TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
+SHOWING: Final = frozenset({Kind.GET, Kind.GET_AND_LOCK})
+"""They leave the document as it is. A lock is none of its changes (`sim.checkers.locks`)."""
+_TELLING: Final = SHOWING | {Kind.INCREMENT, Kind.GET_AND_TOUCH}
 _U64: Final = 1 << 64
 
 
@@ -35,7 +38,7 @@ def applied(state: State, operation: Operation) -> State | None:
     """Return the state after an operation whose outcome nobody knows; None: it changes nothing."""
     if state == ANYTHING:
         return None  # whatever it leaves is covered
-    value, cas = state
+    value, _ = state
     kind, argument = operation.kind, operation.argument
     if kind is Kind.EXPIRE:
         return NOTHING if _expires(state, operation) else None
@@ -43,7 +46,7 @@ def applied(state: State, operation: Operation) -> State | None:
         return pushed(value, operation), 0
     if kind is Kind.SET_WITH_META:
         return argument, 0
-    if operation.cas_asked and (value is None or cas not in {0, operation.cas_asked}):
+    if operation.cas_asked and (value is None or not _matches(state, operation)):
         return None
     if kind is Kind.SET:
         return argument, 0
@@ -86,14 +89,14 @@ def counted(value: bytes | None, operation: Operation) -> bytes | None:
 
 def changes_nothing(operation: Operation) -> bool:
     """Whether the answer says that the operation left the document as it was."""
-    return operation.kind is Kind.GET or operation.outcome is not Outcome.OK
+    return operation.kind in SHOWING or operation.outcome is not Outcome.OK
 
 
 def _from_anything(operation: Operation) -> State | None:
     """What an answer tells of a document of which nothing was known."""
     kind, outcome = operation.kind, operation.outcome
     if outcome is Outcome.OK:
-        if kind in {Kind.GET, Kind.INCREMENT, Kind.GET_AND_TOUCH}:
+        if kind in _TELLING:
             return operation.value, operation.cas
         if kind is Kind.DELETE:
             return NOTHING
@@ -106,8 +109,10 @@ def _from_anything(operation: Operation) -> State | None:
 
 
 def _matches(state: State, operation: Operation) -> bool:
-    """Whether the CAS that was asked for may be that of the document."""
-    return not operation.cas_asked or state[1] in {0, operation.cas_asked}
+    """Whether the CAS that was asked for may be that of the document, or opens its lock."""
+    value, cas = state
+    is_opened = operation.locked_value is not None and value == operation.locked_value
+    return is_opened or not operation.cas_asked or cas in {0, operation.cas_asked}
 
 
 def _differs(state: State, operation: Operation) -> bool:
@@ -120,6 +125,8 @@ def _get(state: State, operation: Operation) -> State | None:
     if operation.outcome is Outcome.ABSENT:
         return state if value is None else None
     if operation.outcome is Outcome.OK and value is not None and value == operation.value:
+        if not operation.cas:
+            return state  # of a locked document, nobody is told the CAS
         return (value, operation.cas) if cas in {0, operation.cas} else None
     return None
 
@@ -228,6 +235,7 @@ def _set_with_meta(state: State, operation: Operation) -> State | None:
 
 _STEPS: Final[dict[Kind, Callable[[State, Operation], State | None]]] = {
     Kind.GET: _get,
+    Kind.GET_AND_LOCK: _get,
     Kind.SET: _set,
     Kind.ADD: _add,
     Kind.REPLACE: _replace,

@@ -3,9 +3,13 @@
 A lock keeps everybody who does not know its CAS from changing a document for a while. It is kept in
 memory only: a restart, a new version of the partition, and a change of the document end it.
 
+Its CAS is drawn, from numbers that no document has. A CAS by the clock could be given again, to a
+document, by a process that knows nothing of the lock: the next one here, or the next master.
+
 Invariants
 - a lock holds for one version of a document: the partition's vb_uuid and the document's seqno. So
   nothing that changes a document has to know of its lock, and a branch cannot leave one behind;
+- no document has the CAS of a lock, and no other lock has it;
 - a lock is over at `until_ns`, whether or not it was removed by then;
 - there are at most LOCKS_MAX locks.
 
@@ -18,9 +22,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from vbucket.engine.partition import Partition
+from vbucket.model.ids import Draws
 
 LOCKED_CAS: Final = 2**64 - 1
 """The CAS of a locked document, as everybody but the holder of the lock sees it."""
+LOCK_BIT: Final = 1 << 63
+"""Documents' CAS are times, which do not have it before the year 2262."""
+DRAWN_BITS: Final = 62
+"""One bit of 64 is left out, so no lock has LOCKED_CAS."""
 _REFUSED: Final = -1
 LOCKS_MAX: Final = 100_000
 """A lock takes some 400 bytes: 40 MB."""
@@ -40,7 +49,8 @@ class Lock(NamedTuple):
 class Locks:
     """The locks of a node. Times are Unix nanoseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
         self.held: dict[tuple[int, bytes], Lock] = {}
         """(partition, stored key) -> lock; some may be over."""
         self.now_ns = 0
@@ -69,13 +79,28 @@ class Locks:
             self._sweep()
             if len(self.held) >= LOCKS_MAX:
                 return 0
-        part.max_cas = cas = max(self.now_ns & ~0xFFFF, part.max_cas + 1)
+        cas = LOCK_BIT | self._draws.getrandbits(DRAWN_BITS)
         self.held[part.vb_id, key] = Lock(part.vb_uuid, seqno, cas, self.now_ns + time_ns)
         return cas
 
     def unlock(self, part: Partition, key: bytes) -> None:
         """Remove the lock of a document, if there is one."""
         self.held.pop((part.vb_id, key), None)
+
+    def take_back(self, part: Partition, key: bytes, cas: int) -> None:
+        """Remove the lock that was given with this CAS, if it is still there: its client is told
+        that nothing was done.
+        """
+        lock = self.held.get((part.vb_id, key))
+        if lock is not None and lock.cas == cas:
+            del self.held[part.vb_id, key]
+
+    def put_back(self, part: Partition, key: bytes, lock: Lock) -> None:
+        """Let a lock be there again, unless there is another one: who unlocked it is told that
+        nothing was done. If the document was changed since, the lock is one of an older version.
+        """
+        if len(self.held) < LOCKS_MAX:
+            self.held.setdefault((part.vb_id, key), lock)
 
     def cas_to_match(self, part: Partition, key: bytes, seqno: int, own_cas: int, cas: int) -> int:
         """Return the CAS that a change with `cas` has to match: the document's own if `cas` opens
