@@ -175,5 +175,8 @@ def test_what_failed_sync_covered_before_damage_given_up_is_safe() -> None:
     assert again.loss is not None
     assert again.rewritten_bytes > 0
     again.begin()
+    content = again.writer.kept.content_of(segment)
+    assert content is not None, "it can be written again if it is damaged once more"
+    assert content.to_bytes() == disk.device.read(segment)
     disk.device = disk.device.crash()
     assert value_of(disk.opened()) == b"kept"

@@ -205,7 +205,7 @@ def recover_node(
     return Startup(
         store,
         engine,
-        LogWriter(device, recovery.end, recovery.kept if loss is None else None),
+        LogWriter(device, recovery.end, recovery.kept),
         node._replace(clean_shutdown=False, durability=durability),
         torn=torn,
         rewritten_bytes=recovery.rewritten_bytes,
