@@ -87,7 +87,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "meta pages, checksums of pages and the log are mended": Feature(2, 500),
     "Spark: batches that end at cuts, tables as of a cut; dcpctl diff of a table": Feature(2, 560),
     "freed memory stays for the next large value": Feature(0, 30),
-    "a start mends what checksums prove": Feature(3, 470),
+    "a start mends what checksums prove": Feature(3, 480),
     "a member gives up the rest of a damaged log": Feature(2, 246),
     "small files of a data folder are kept twice, and mended": Feature(2, 500),
     "a copy that was compacted less mends a block": Feature(0, 60),

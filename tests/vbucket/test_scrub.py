@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.rows_copy import ROWS_FILE_NAME
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -530,6 +532,26 @@ def test_records_are_written_as_the_process_knows_them(copy: Path, table: str) -
         put_partition(write, 4, RECORD)
     env.close()
     assert damages_in(copy) == []
+
+
+def test_rows_that_are_damaged_at_a_start_come_from_their_copy(copy: Path) -> None:
+    """The page is damaged after the server has read it, and before the store process has."""
+    tables = (STATE_TABLE, FAILOVER_TABLE)
+    before = {table: pairs_in(copy, table) for table in tables}
+    server = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    server.copy_rows(tables)
+    server.close()
+    for leaf in chain.from_iterable([layout_of(copy)[table].leaves for table in tables]):
+        overwrite(copy, leaf, "zeros")
+    for _ in range(2):  # the copy is there for the next one, too
+        env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+        assert env.keep_rows(tables) == before
+        env.copy_rows()
+        env.close()
+    (copy / ROWS_FILE_NAME).unlink()
+    env = LmdbEnv(copy, TABLES, map_size_bytes=1 << 30)
+    assert env.keep_rows(tables) == {}
+    env.close()
 
 
 def test_a_row_of_several_pages_is_not_written_from_memory(copy: Path) -> None:

@@ -271,6 +271,7 @@ class Storage:
             self._startup.begin()
         except (LogFullError, StoreFullError) as error:
             return str(error)
+        self.env.copy_rows(RECORD_TABLES)  # for a store process that finds them damaged
         self.has_begun = True
         return ""
 

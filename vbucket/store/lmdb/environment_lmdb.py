@@ -33,7 +33,7 @@ from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME, PageFile, check_file
 from vbucket.store.lmdb.lmdb_pages import Meta, PageReader
 from vbucket.store.lmdb.meta_pages import MetaPages
 from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME, KnownSums
-from vbucket.store.lmdb.rows_copy import write_rows
+from vbucket.store.lmdb.rows_copy import read_rows, write_rows
 from vbucket.store.lmdb.sums_writer import SumsWriter, put_header_back
 
 if TYPE_CHECKING:
@@ -445,19 +445,27 @@ class LmdbEnv:
 
     def keep_rows(self, tables: Sequence[str]) -> KeptRows:
         """Keep the rows of small tables in memory, as of each commit from now on, and return them.
-        If a page of a table is damaged now, there are none of it. Of a long row only the
-        beginning is kept: ROW_IN_LEAF_MAX + 1 bytes. No other process may write from now on.
+        If a page of a table is damaged now, they are those of the copy of this very state, if
+        there is one. Of a long row only the beginning is kept: ROW_IN_LEAF_MAX + 1 bytes. No other
+        process may write from now on.
         """
         self._writes_alone = True
         self._sums.learn()
         for table in tables:
             with suppress(StoreDamagedError):
-                reader = self._file.reader(self._file.newest())
-                rows = reader.range(table, b"\0")
-                self._kept[table] = {
-                    key: bytes(value[: ROW_IN_LEAF_MAX + 1]) for key, value in rows
-                }
+                self._kept[table] = self._rows_now(self._file.newest(), table)
         return self._kept
+
+    def _rows_now(self, state: Meta, table: str) -> dict[bytes, bytes]:
+        """Return the rows of a table as of a state. Raises StoreDamagedError."""
+        try:
+            found = self._file.reader(state).range(table, b"\0")
+            return {key: bytes(value[: ROW_IN_LEAF_MAX + 1]) for key, value in found}
+        except StoreDamagedError:
+            copied = read_rows(self._folder, state)
+            if table not in copied:
+                raise
+            return copied[table]
 
     def copy_rows(self, tables: Sequence[str] = ()) -> None:
         """Write a copy of the rows that are kept, or of those of these tables as they are now, for
@@ -467,11 +475,7 @@ class LmdbEnv:
             state = self._file.newest()
             if state.transaction == self._copied:
                 return
-            reader = self._file.reader(state)
-            rows = {
-                table: {key: bytes(value) for key, value in reader.range(table, b"\0")}
-                for table in tables
-            }
+            rows = {table: self._rows_now(state, table) for table in tables}
             write_rows(self._folder, state, rows or self._kept)
             self._copied = state.transaction
 
