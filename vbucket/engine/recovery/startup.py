@@ -198,9 +198,7 @@ def recover_node(
         loss = loss._replace(new_versions=[])
     replay.finish()
     engine.keyspace.continue_after(max(recovery.end.group, engine.commits.committed_group))
-    new_versions = [] if loss is None else loss.new_versions
-    if loss is None and not (node.clean_shutdown or was_synced):
-        new_versions = list(range(len(engine.partitions)))
+    new_versions = _versions_to_begin(loss, node)
     engine.keyspace.begin_new_versions(new_versions)
     return Startup(
         store,
@@ -212,6 +210,14 @@ def recover_node(
         new_versions=new_versions,
         loss=loss,
     )
+
+
+def _versions_to_begin(loss: LogLoss | None, node: NodeRecord) -> list[int]:
+    """Return the partitions of which changes may be lost that somebody saw."""
+    if loss is not None:
+        return loss.new_versions
+    is_safe = node.clean_shutdown or node.durability == "commit"
+    return [] if is_safe else list(range(node.partitions))
 
 
 def new_partitions(draws: Draws, num_vbuckets: int) -> dict[int, PartitionRecord]:
