@@ -469,7 +469,7 @@ class StreamRequests:
             self.notes.append(Note("stall", stream.vb_id, text))
             self._take_off(stream)
             stream.leave_snapshot()
-            self._request(stream)
+            self._again(stream)
         return [stream.vb_id for stream in stalled]
 
     # -- asking for streams --------------------------------------------------------------------
@@ -755,9 +755,9 @@ class StallWatch:
     A connection calls it regularly with the server's high seqnos, but only while no received data
     waits for the user. So a slow user does not look like a stalled stream.
 
-    A stream is stalled if it was behind the server's high seqno at one check and has not moved by
-    the next. A server serves long backlogs in turns. So a stream that has sent nothing yet gets
-    `PATIENCE` checks while other streams move.
+    A stream is stalled if it was behind the server's high seqno at one check, or its end was above
+    that, and it has not moved by the next. A server serves long backlogs in turns. So a stream that
+    has sent nothing yet gets `PATIENCE` checks while other streams move.
     """
 
     def __init__(self, *, are_aligned: bool = False) -> None:
@@ -774,9 +774,11 @@ class StallWatch:
         is_quiet = True
         late: list[tuple[int, PartitionStream]] = []
         for opaque, stream in streams:
-            end = high_seqnos.get(stream.vb_id, 0)
-            if stream.target is not None:
-                end = min(end, stream.target)
+            high = high_seqnos.get(stream.vb_id, 0)
+            end = high if stream.target is None else min(high, stream.target)
+            is_beyond = (
+                0 < high < (stream.target or 0)
+            )  # it was branched since the end was asked for
             known, seqno, count, has_moved = before.get(
                 stream.vb_id, (opaque, stream.seqno, 0, False)
             )
@@ -784,7 +786,7 @@ class StallWatch:
                 seqno, count, has_moved = stream.seqno, 0, False
             if stream.seqno > seqno:
                 count, has_moved, is_quiet = 0, True, False
-            count = count + 1 if stream.seqno < end else 0
+            count = count + 1 if is_beyond or stream.seqno < end else 0
             self._seen[stream.vb_id] = (opaque, stream.seqno, count, has_moved)
             if count > 1:
                 late.append((opaque, stream))

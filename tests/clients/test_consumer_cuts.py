@@ -208,6 +208,19 @@ def test_a_stream_that_waits_at_a_cut_is_not_stalled():
         assert bool(stalled) == (not are_aligned)
 
 
+def test_a_stream_whose_end_was_branched_away_is_stalled():
+    """The end was asked for before, and the stream after: nothing would ever end it."""
+    session = Session()
+    session.accept()
+    streams = session.core.streams
+    stream = streams.by_vb[17]
+    watch = StallWatch()
+    for target, high, is_stalled in ((5, 5, False), (None, 5, False), (6, 5, True)):
+        stream.seqno, stream.target = 5, target
+        found = [watch.check([(1, stream)], {17: high}) for _ in range(3)]
+        assert any(found) == is_stalled, target
+
+
 @pytest.mark.parametrize("given", [{"until_now": True}, {"from_replicas": True}])
 def test_cuts_and_ends_of_another_kind_exclude_each_other(given):
     with pytest.raises(ValueError, match="cuts cannot be used with"):
