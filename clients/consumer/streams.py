@@ -776,9 +776,8 @@ class StallWatch:
         for opaque, stream in streams:
             high = high_seqnos.get(stream.vb_id, 0)
             end = high if stream.target is None else min(high, stream.target)
-            is_beyond = (
-                0 < high < (stream.target or 0)
-            )  # it was branched since the end was asked for
+            # Above it: the partition was branched since the end was asked for.
+            is_beyond = 0 < high < (stream.target or 0)
             known, seqno, count, has_moved = before.get(
                 stream.vb_id, (opaque, stream.seqno, 0, False)
             )

@@ -23,6 +23,7 @@ from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     DEFAULT_SCOPE,
+    FIRST_FREE_ID,
     SYSTEM_COLLECTION,
     SYSTEM_KEY,
     Manifest,
@@ -74,7 +75,8 @@ class StreamFilter:
         if has_events and not self.is_limited:
             self.passes = PASSES_ALL
         if self.is_one_collection and has_events and not (has_default or key_prefixes):
-            self.passes = next(iter(self._collections or ()))
+            only = next(iter(self._collections or ()))
+            self.passes = only if only >= FIRST_FREE_ID else 0  # lower ones are the numbers above
 
     @property
     def is_one_collection(self) -> bool:

@@ -219,9 +219,9 @@ def test_filters_that_leave_something_out_take_the_long_way() -> None:
         StreamFilter(collections=(0, 8)), StreamFilter(scope_id=0), StreamFilter(),
         StreamFilter(collections=(8,)), StreamFilter(scope_id=8),
         StreamFilter(key_prefixes=(b"a",)), StreamFilter(collections=(8, 9)),
-        StreamFilter(collections=(8,), key_prefixes=(b"a",)),
+        StreamFilter(collections=(8,), key_prefixes=(b"a",)), StreamFilter(collections=(2,)),
     ]  # fmt: skip
-    assert [each.passes for each in filters] == [1, 1, 2, 8, 0, 0, 0, 0]
+    assert [each.passes for each in filters] == [1, 1, 2, 8, 0, 0, 0, 0, 0]
 
 
 def test_other_collections_go_the_short_way_to_who_gets_them(
