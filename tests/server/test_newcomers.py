@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from dcp.server.config.settings import Settings
-from dcp.server.net.connections import Connections, Newcomers
+from dcp.server.net.connection import ClientConnection
+from dcp.server.net.connections import (
+    LATE_TICKS,
+    SOON_TICKS,
+    TICKED_AT_ONCE,
+    TURN_MIN,
+    Connections,
+    Newcomers,
+)
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.wire.frame import pack_request
+from dcp.wire.message import OpenFlag, pack_open
+from dcp.wire.opcode import Opcode
+from support.cluster_here import Client, node_here, until
+
+KEY = b"k"
 
 
 class FakeConnection:
@@ -68,29 +85,38 @@ class _Ticked:
 
 
 @pytest.mark.parametrize("count", [3, 1_000, 2_500, 10_001])
-def test_many_connections_have_their_ticks_in_parts(count: int) -> None:
+async def test_many_connections_have_their_ticks_in_parts(count: int) -> None:
     connections = Connections(Settings())
     made = [_Ticked() for _ in range(count)]
     connections.open.update(cast("Any", made))
-    for tick in range(1, 9):
+    watched = made[: count // 5]
+    connections.watched.update(cast("Any", watched))
+    for tick in range(1, 2 * LATE_TICKS + 1):
         before = sum(each.ticks for each in made)
         connections.tick(tick)
+        in_a_turn_of_the_loop = sum(each.ticks for each in made) - before
+        assert in_a_turn_of_the_loop <= TICKED_AT_ONCE
+        for _ in range(2 * count // TICKED_AT_ONCE + 1):
+            await asyncio.sleep(0)
         in_a_tick = sum(each.ticks for each in made) - before
-        assert in_a_tick <= max(1_000, -(-count // 4))
-        if tick in {4, 8}:
-            assert min(each.ticks for each in made) >= tick // 4
-    assert count > 1_000 or {each.ticks for each in made} == {8}
+        soon = max(TURN_MIN, -(-len(watched) // SOON_TICKS))
+        assert in_a_tick <= soon + max(TURN_MIN, -(-count // LATE_TICKS))
+        if tick % LATE_TICKS == 0:
+            assert min(each.ticks for each in made) >= tick // LATE_TICKS
+        if tick % SOON_TICKS == 0:
+            assert min((each.ticks for each in watched), default=9) >= tick // SOON_TICKS
 
 
-def test_a_closed_connection_has_no_tick_any_more() -> None:
+async def test_a_closed_connection_has_no_tick_any_more() -> None:
     connections = Connections(Settings())
     made = [_Ticked() for _ in range(2_000)]
     connections.open.update(cast("Any", made))
     connections.tick(1)
     for each in made:
         connections.closed(cast("Any", each))
+    await asyncio.sleep(0)
     connections.tick(2)
-    assert sum(each.ticks for each in made) == 1_000
+    assert sum(each.ticks for each in made) == TICKED_AT_ONCE
 
 
 def test_who_comes_after_the_end_is_closed() -> None:
@@ -102,3 +128,27 @@ def test_who_comes_after_the_end_is_closed() -> None:
     connections.abort("the server stops")
     connections.opened(cast("Any", late))
     assert early.closed_because == late.closed_because == "the server stops"
+
+
+async def test_who_was_sent_much_is_watched_until_it_is_read(tmp_path: Path) -> None:
+    async with node_here(tmp_path, {}) as node, Client.connect(node) as client:
+        await client.ask(pack_request(Opcode.SET, key=KEY, value=b"v" * 8192, extras=bytes(8)))
+        (connection,) = node.connections
+        assert isinstance(connection, ClientConnection)
+        connection.tick(elapsed_ns())
+        assert not node.connections.watched, "its answers were short"
+        await client.ask(pack_request(Opcode.GET, key=KEY))
+        assert node.connections.watched == {connection}
+        connection.tick(elapsed_ns())
+        assert not node.connections.watched, "all was read"
+
+
+async def test_a_dcp_client_is_watched_as_long_as_it_is_there(tmp_path: Path) -> None:
+    async with node_here(tmp_path, {}) as node:
+        async with Client.connect(node) as client:
+            await client.ask(pack_open(b"stream", OpenFlag.PRODUCER))
+            (connection,) = node.connections
+            connection.tick(elapsed_ns())
+            assert node.connections.watched == {connection}
+        await until(lambda: not node.connections.open)
+        assert not node.connections.watched

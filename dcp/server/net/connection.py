@@ -54,6 +54,8 @@ PIECE_BYTES_MIN: Final = 1024
 which is cheaper for short messages."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
+WATCHED_BYTES: Final = 4096
+"""After a write of that many bytes it is looked soon at what the peer has not read of them."""
 TLS_READ_BUFFER_BYTES: Final = 64 << 10
 """Encrypted bytes above which nothing more is read from a TLS peer while reading is paused. The
 bytes of one more read come on top."""
@@ -166,6 +168,8 @@ class ClientConnection(asyncio.Protocol):
             cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
         self.session = Session(self._parts.sessions.new_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
+        if self._is_tls:
+            self._connections.watched.add(self)  # nobody tells what its transport has received
         self._connections.opened(self)
 
     def connection_lost(self, _exc: Exception | None) -> None:
@@ -284,8 +288,9 @@ class ClientConnection(asyncio.Protocol):
 
     @_supervised
     def tick(self, now_ns: int) -> None:
-        """Let time pass; monotonic nanoseconds."""
-        self._note_unsent()
+        """Let time pass; monotonic nanoseconds. Most connections have nothing to do then."""
+        if self._largest_bytes or self._has_unsent or self._is_tls:
+            self._note_unsent()
         if self._is_tls:
             self._note_received()
         if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
@@ -293,7 +298,10 @@ class ClientConnection(asyncio.Protocol):
             self._release()
         reason = self._parts.access.overdue(self.session, now_ns, self.opened_ns, self.heard_ns)
         sender = self.session.state.sender
-        if sender is not None and not sender.tick(now_ns):
+        if sender is None:
+            if not (self._has_unsent or self._is_tls):
+                self._connections.watched.discard(self)
+        elif not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"
         if reason:
             self.abort(reason)
@@ -399,6 +407,7 @@ class ClientConnection(asyncio.Protocol):
         if self._replication is not None:
             self._replication.after_commands()
         if state.sender is not None:
+            self._connections.watched.add(self)
             self.schedule_pump()
         if self._engine.keyspace.pending:
             # `release` may run within this call, so nothing may follow it here.
@@ -586,8 +595,10 @@ class ClientConnection(asyncio.Protocol):
             self._outgoing.add(data)
             self._hand_over()
             return
-        if size > self._largest_bytes:  # noqa: PLR1730 - max() costs more, once per batch
+        if size > self._largest_bytes:
             self._largest_bytes = size
+            if size >= WATCHED_BYTES:
+                self._connections.watched.add(self)
         self._transport.write(data)
 
     def _hand_over(self) -> None:

@@ -6,7 +6,8 @@ A connection adds and removes itself. The commit path releases answers here, the
 Invariants
 - a connection is in `open` from `connection_made` to `connection_lost`;
 - subsets of `open`: `waiting`, connections with answers that wait for a commit; `feeding`, those of
-  replicas' nodes; `awaiting_arrival`, those whose next request waits for a partition;
+  replicas' nodes; `awaiting_arrival`, those whose next request waits for a partition; `watched`,
+  those that stream, have TLS, or were sent much since their last turn;
 - a TLS handshake counts as a connection from its accept on, but is not in `open`.
 """
 
@@ -23,10 +24,16 @@ from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_b
 from dcp.session.session import Session
 from dcp.session.text import TextSession
 
-TICKED_AT_ONCE: Final = 1_000
-"""If there are more connections, each tick is the turn of some of them, a quarter at least: the
-loop does not stand still for all of them. Their deadlines may be noticed a second late.
+SOON_TICKS: Final = 4
+"""Within so many ticks, a second, a connection has a turn that waits for a commit or is watched."""
+LATE_TICKS: Final = 16
+"""The same for each other one: the deadlines of 10,000 may be noticed four seconds late. A turn
+costs what their memory costs to read: 5 % of a core, if each of 10,000 has one a second.
 """
+TURN_MIN: Final = 250
+"""Connections that have their turn in a tick, if there are as many."""
+TICKED_AT_ONCE: Final = 50
+"""After that many the loop does what has come meanwhile."""
 
 
 class Newcomers:
@@ -108,18 +115,35 @@ class OpenConnection(Holder, Protocol):
         """Close once everything that was received is answered."""
 
 
+class _Turns:
+    """Gives each of many connections a turn within so many ticks."""
+
+    def __init__(self, ticks: int) -> None:
+        self._ticks = ticks
+        self._left: list[OpenConnection] = []
+        """Those that have not had their turn yet since all had one."""
+
+    def take(self, connections: set[OpenConnection]) -> list[OpenConnection]:
+        """Return whose turn it is in this tick; some may be closed."""
+        if not self._left:
+            self._left = list(connections)
+        count = max(TURN_MIN, -(-len(connections) // self._ticks))
+        turn, self._left = self._left[:count], self._left[count:]
+        return turn
+
+
 class Connections:
     """See the module. Lives on one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.open: set[OpenConnection] = set()
         self.waiting: set[OpenConnection] = set()
+        self.watched: set[OpenConnection] = set()
         self.feeding: set[OpenConnection] = set()
         self.awaiting_arrival: set[OpenConnection] = set()
         self.pumping: list[OpenConnection] = []
         """Those that send stream messages in the next turn of the loop: `pump_now` is called."""
-        self._to_tick: list[OpenConnection] = []
-        """Those that have not had their turn yet since all had one."""
+        self._soon, self._late = _Turns(SOON_TICKS), _Turns(LATE_TICKS)
         self._handshakes: set[Holder] = set()
         self.newcomers = Newcomers(settings.connections_max)
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
@@ -153,6 +177,7 @@ class Connections:
         """Remove a connection."""
         self.open.discard(connection)
         self.waiting.discard(connection)
+        self.watched.discard(connection)
         self.feeding.discard(connection)
         self.awaiting_arrival.discard(connection)
         self.newcomers.leave(connection)
@@ -208,14 +233,16 @@ class Connections:
             connection.tell_map()
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass; monotonic nanoseconds. Each connection has a turn within four ticks."""
-        if not self._to_tick:
-            self._to_tick = list(self.open)
-        count = max(TICKED_AT_ONCE, -(-len(self.open) // 4))
-        turn, self._to_tick = self._to_tick[:count], self._to_tick[count:]
-        for connection in turn:
+        """Let time pass for some connections; monotonic nanoseconds. See SOON_TICKS, LATE_TICKS."""
+        soon = self._soon.take(self.watched | self.waiting)
+        self._tick_some(soon + self._late.take(self.open), now_ns)
+
+    def _tick_some(self, turn: list[OpenConnection], now_ns: int) -> None:
+        for connection in turn[:TICKED_AT_ONCE]:
             if connection in self.open:
                 connection.tick(now_ns)
+        if rest := turn[TICKED_AT_ONCE:]:
+            asyncio.get_running_loop().call_soon(self._tick_some, rest, now_ns)
 
     def apply_rights(self, access: Access) -> None:
         """Give every open connection the rights that its user has now."""
