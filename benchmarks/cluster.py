@@ -34,6 +34,8 @@ Parts
             answer, to its event at a consumer of masters, and at a consumer of copies
 - away      SIGKILL of a node, which starts again after `--away` changes at `--rate` a second more:
             how fast it is level again while `--lag-rate` writes a second go on
+- purged    a node of three with `--documents` is away until deletions that it missed are purged on
+            all partitions: how fast it is level again, and what the others send it meanwhile
 - backup    a backup of `--documents` from three nodes and from one, in turn
 - memory    of each node, with its processor time, at that rate and with so many documents
 - busy      full load for `--seconds`: elections and new versions, of which there must be none
@@ -51,7 +53,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster_costs import measure_away, measure_backup, measure_memory
+from benchmarks.cluster_costs import (
+    measure_away,
+    measure_backup,
+    measure_memory,
+    measure_purged,
+)
 from benchmarks.cluster_gaps import (
     ISRS,
     in_sync,
@@ -404,6 +411,7 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
     "join": measure_join,
     "lag": measure_lag,
     "away": measure_away,
+    "purged": measure_purged,
     "backup": measure_backup,
     "memory": measure_memory,
     "busy": measure_busy,

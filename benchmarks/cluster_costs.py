@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shutil
 import time
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Final
 
 from benchmarks.child_process import generate, say, tool
 from benchmarks.cluster_nodes import CLUSTER, ONE_NODE, Nodes, loaded, processor_ns
+from benchmarks.differences import load
 from benchmarks.peers import memory_bytes
 from benchmarks.report import Report
-from clients.testing import DcpServer
+from benchmarks.workload import key_of
+from clients import KvClient
+from clients.testing import DcpCluster, DcpServer
+from vbucket.model.ids import vbucket_of
 
 MIB: Final = 1 << 20
 AWAY: Final = "c"
@@ -22,6 +27,9 @@ BEFORE_SECONDS: Final = 2.0
 WRITTEN_POLL_SECONDS: Final = 0.5
 KEYS_PER_PARTITION: Final = 128
 """Of the changes that a node misses."""
+VALUE_BYTES: Final = 256
+CHANGED_PART: Final = 0.001
+"""Of the documents; as many are deleted."""
 LEVEL_SECONDS: Final = 600.0
 LEVEL_POLL_SECONDS: Final = 0.2
 
@@ -63,6 +71,44 @@ def measure_away(report: Report, options: argparse.Namespace, folder: Path) -> N
                 ("writes' p99 meanwhile", during["p99_us"] / 1000, "ms"),
             ):
                 report.add(CLUSTER, f"{what}, {which}", value, unit=unit, more_is_better=False)
+
+
+def measure_purged(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SIGKILL of a node that starts again when deletions that it missed are purged."""
+    documents: int = options.documents
+    with DcpCluster(data=folder / "purged") as cluster:
+        asyncio.run(load(cluster.address, documents, VALUE_BYTES))
+        *others, away = cluster.nodes
+        for run in range(options.runs):
+            cluster.wait_until_in_sync()
+            cluster.kill(away)
+            asyncio.run(_change(cluster.address, documents, run))
+            for vb in cluster.masters():
+                cluster.purge(vb)
+            before = _sent_bytes(cluster, others)
+            began_s = time.monotonic()
+            cluster.restart(away)
+            seconds = time.monotonic() - began_s
+            sent = _sent_bytes(cluster, others) - before
+            say(f"  purged: level after {seconds:.1f} s, {sent:,} bytes from the others")
+            what = f"a replica of {documents:,} documents whose deletions are purged"
+            for which, value, unit in (("level after", seconds, "s"), ("sent", sent, "bytes")):
+                report.add(CLUSTER, f"{what}, {which}", value, unit=unit, more_is_better=False)
+
+
+async def _change(server: str, documents: int, run: int) -> None:
+    """Change some documents, delete others, and have a change in every partition at the end."""
+    step = round(1 / CHANGED_PART)
+    async with KvClient.connect(server) as kv:
+        for number in range(2 * run, documents, step):
+            await kv.set(key_of(number), b"changed" * 20)
+            await kv.delete(key_of(number + 1))
+        last = {vbucket_of(key): key for key in map(b"last %d".__mod__, range(20_000))}
+        await kv.set_many([(key, b"%d" % run) for key in last.values()])
+
+
+def _sent_bytes(cluster: DcpCluster, names: list[str]) -> int:
+    return sum(int(cluster.nodes[name].metrics()["dcpd_sent_bytes_total"]) for name in names)
 
 
 def write(nodes: Nodes, rate: float, changes: int) -> int:

@@ -29,7 +29,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.remote_readers import Held
@@ -78,11 +78,15 @@ from failover.replication.progress import (
     check_numbers,
     known_committed,
 )
+from failover.replication.resync import Deletions
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
+
+DECIDED_AT_ONCE: Final = 64
+"""Requests that wait and are looked at again in one tick."""
 
 
 class MasterSide(Protocol):
@@ -97,7 +101,8 @@ class MasterSide(Protocol):
         opaque: int,
     ) -> FeedAnswer | None:
         """Decide about a replica's stream request; open the stream if it may continue. None: it is
-        decided when the epoch is known here, and its beginning on disk (`decide_waiting`).
+        decided when the epoch is known here, and its beginning on disk (`decide_waiting`), or
+        a little later, because it costs much (`tick`).
         """
 
     def acknowledged(self, member: str, matches: Sequence[Match]) -> None:
@@ -233,14 +238,16 @@ class ReplicaFeed:
         seqno: int,
         window: SnapshotWindow | None = None,
         *,
+        deletions: Deletions | None = None,
         is_filling: bool = False,
     ) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
-        snapshot `window` up to there. `is_filling`: at a pace, until it has caught up.
+        snapshot `window` up to there, and lacks `deletions`. `is_filling`: at a pace, until it has
+        caught up.
         """
         self._drop(vb_id)
         self._progress[vb_id] = progress = Progress(
-            epoch, opaque, seqno, self._questions.confirmations, self._number, window
+            epoch, opaque, seqno, self._questions.confirmations, self._number, window, deletions
         )
         progress.is_filling = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
@@ -579,6 +586,8 @@ class ReplicaFeed:
     def tick(self, now_ns: int) -> bool:
         """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
+        for vb_id in tuple(self._waiting)[:DECIDED_AT_ONCE]:
+            self.decide_waiting(vb_id)
         if self._fill.next_is_due(now_ns):
             self._schedule()
         is_read = not self._out and len(self._questions) < QUESTIONS_MAX

@@ -73,6 +73,7 @@ from failover.replication.messages import (
     unpack_group,
     unpack_rollback,
 )
+from failover.replication.resync import Remaining
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
@@ -164,10 +165,18 @@ class ReplicaSide(Protocol):
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """The master goes on from there: take over its versions. Raises ReplicationError."""
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
+    def roll_back(
+        self,
+        vb_id: int,
+        epoch: int,
+        seqno: int,
+        shared_seqno: int,
+        remaining: Remaining | None = None,
+    ) -> None:
         """The master asks for a cut back to a seqno. What lies above `shared_seqno`, it does not
-        have. Nothing is cut while that has to go into a file first; the master is asked again.
-        Raises ReplicationError.
+        have. Nothing is cut while that has to go into a file first; the master is asked again. So
+        it is if it tells what remains of it here (`failover.replication.resync`). Raises
+        ReplicationError.
         """
 
     def high_seqno(self, vb_id: int) -> int:

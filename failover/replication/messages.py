@@ -58,6 +58,13 @@ from dcp.stream.remote_readers import Held
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
+from failover.replication.resync import (
+    UNENDED,
+    Remaining,
+    Resync,
+    pack_remaining,
+    unpack_remaining,
+)
 from failover.rules.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import LogDamagedError, split_entries
@@ -79,7 +86,7 @@ from vbucket.model.entry import (
 )
 from vbucket.model.ids import SEQNO_MAX
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """The newest version of these messages that this dcpd speaks."""
 FORMAT_OLDEST: Final = 4
 """The oldest one: each dcpd also speaks the newest of the version before it, so that the nodes of a
@@ -96,6 +103,8 @@ _HELD: Final = Struct(">HQQQ")
 """Partition, and a `Held`."""
 HELD_FORMAT: Final = 5
 """From this format on acknowledgements say what a replica's streams hold."""
+RESYNC_FORMAT: Final = 6
+"""From this format on a replica need not go back to 0 where deletions are purged."""
 _ROLLBACK: Final = Struct(">QQ")
 """The seqno to go back to, the last one of the history that both have."""
 _SECTION: Final = Struct(">HIIQI")
@@ -206,8 +215,8 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The oldest format that it speaks."""
 
 
-class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON value of a replica's stream request."""
+class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The JSON value of a replica's stream request. Nodes of older formats know no `resync`."""
 
     epoch: int
     versions: list[tuple[str, str, int]]
@@ -219,6 +228,8 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     its present one has not heard of."""
     copy_number: int = 0
     """The number of the replica's copy, in the record that it knows."""
+    resync: Resync | None = None
+    """What it asks about, after the answer ROLLBACK told what the master still has."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""
@@ -468,7 +479,7 @@ def _misplaced(
         return ""
     if window is None:
         return "" if control.start == high_seqno else _elsewhere(control, high_seqno)
-    goes_on = control.start == window.start and control.end >= window.end
+    goes_on = control.start == window.start and (control.end >= window.end or window.end == UNENDED)
     return "" if goes_on else _elsewhere(control, high_seqno)
 
 
@@ -479,14 +490,15 @@ def _elsewhere(begun: SnapshotWindow, high_seqno: int) -> str:
     )
 
 
-def pack_rollback(seqno: int, shared_seqno: int) -> bytes:
+def pack_rollback(seqno: int, shared_seqno: int, remaining: Remaining | None = None) -> bytes:
     """Return the value of a ROLLBACK: where to go back to, and up to where both have the same
-    history. A purge sends a replica further back than that.
+    history. A purge sends a replica further back than that, unless it asks about what remains.
     """
-    return _ROLLBACK.pack(seqno, shared_seqno)
+    told = b"" if remaining is None else pack_remaining(remaining)
+    return _ROLLBACK.pack(seqno, shared_seqno) + told
 
 
-def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int]:
+def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int, Remaining | None]:
     """Return what `pack_rollback` packed; a master of 0.2.0 sends the first number only. Raises
     ReplicationError.
     """
@@ -494,7 +506,12 @@ def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int]:
         raise ReplicationError(f"partition {vb_id}: ROLLBACK without a seqno")
     (seqno,) = U64.unpack_from(value)
     shared_seqno: int = seqno if len(value) < _ROLLBACK.size else _ROLLBACK.unpack_from(value)[1]
-    return seqno, max(seqno, shared_seqno)
+    told = value[_ROLLBACK.size :]
+    try:
+        remaining = unpack_remaining(told) if told else None
+    except ValueError as error:
+        raise ReplicationError(f"partition {vb_id}: ROLLBACK: {error}") from error
+    return seqno, max(seqno, shared_seqno), remaining
 
 
 def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN, held: bytes = b"") -> bytes:

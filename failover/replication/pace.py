@@ -25,6 +25,7 @@ from typing import Final
 
 from failover.coordinator.clock import RanTime
 from failover.replication.progress import AckDelays
+from failover.replication.resync import Looks
 from failover.rules.isr import NOBODY_LATE, Lateness
 
 FLOOR_BYTES_PER_S: Final = 1 << 20
@@ -182,6 +183,8 @@ class FillPace:
 
     def __init__(self, bytes_per_s: int) -> None:
         self.rate = FillRate(bytes_per_s)
+        self.looks = Looks()
+        """For copies that go on where deletions are purged."""
         self._links: dict[str, _Allowance] = {}
         self._lag_ns: int | None = None
         """How late the event loop was at most since the last look."""

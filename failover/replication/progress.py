@@ -21,6 +21,7 @@ from failover.replication.messages import (
     SnapshotDone,
     pack_control_entry,
 )
+from failover.replication.resync import UNENDED, Deletions
 from vbucket.engine.partition import Partition
 from vbucket.engine.versions import Versions
 from vbucket.model.control import SnapshotWindow
@@ -66,6 +67,7 @@ class Progress:
     __slots__ = (
         "active_since",
         "announced_seqno",
+        "deletions",
         "epoch",
         "floors",
         "is_filling",
@@ -76,6 +78,7 @@ class Progress:
         "snapshot_number",
         "state",
         "superseded",
+        "told_window",
         "window",
     )
 
@@ -87,6 +90,7 @@ class Progress:
         active_since: int,
         opened_number: int,
         window: SnapshotWindow | None,
+        deletions: Deletions | None = None,
     ) -> None:
         self.active_since = active_since
         """How many confirmations the link had when the stream was opened."""
@@ -106,11 +110,18 @@ class Progress:
         are the present ones only if the replica knows them."""
         self.window = window
         """The snapshot of which the replica has a part; None: the state is not SNAPSHOT."""
+        self.told_window = window
+        """What the replica knows of `window`."""
+        self.deletions = deletions
+        """Those that the snapshot brings in place of purged ones; None: it brings none, or no
+        more."""
         self.snapshot_number = 0 if window is None else NEVER
         """The message that ends the last snapshot; NEVER: it was not sent yet."""
         self.safe_purge = 0 if window is None else window.purge
         """Deletions up to this seqno were purged, or superseded what they delete, before anything
-        of the snapshot was read."""
+        of the snapshot was read; or the replica gets what it lacks of them."""
+        if deletions is not None:
+            self.safe_purge = deletions.purge
         self.superseded: Collection[int] | None = None
         """Seqnos that are left out of the snapshot: those that the store had not dropped yet when
         the first part was read. It may drop them, and what superseded them, between two reads.
@@ -149,19 +160,29 @@ class Progress:
         if window is None and self.next <= floors.floor:
             self.window = SnapshotWindow(self.next - 1, *floors)
             self.state = ProgressState.SNAPSHOT
-            # Who holds nothing gets no document that a deletion below the floor has deleted.
-            self.safe_purge = 0 if self.next > 1 else floors.floor
+            if self.next == 1:
+                # Who holds nothing gets no document that a deletion below the floor has deleted.
+                self.safe_purge = floors.floor
         elif window is not None:
             end = max(window.end, floors.floor)
             self.window = window._replace(end=end, purge=floors.purge)
-        controls: list[Control] = []
-        if self.window is not None:
-            if self.window != window:
-                controls.append(self.window)
-        elif self.floors != floors:
+        controls: list[Control] = [*self._news_of_window()]
+        if self.window is None and self.floors != floors:
             self.floors = floors
             controls.append(floors)
         return [pack_control_entry(part.vb_id, each) for each in controls]
+
+    def _news_of_window(self) -> Iterator[SnapshotWindow]:
+        """Yield the window as the replica has to know it, if it does not."""
+        if self.deletions is not None and self.next > self.deletions.purge:
+            assert not self.deletions, "there was room for them"
+            self.deletions = None
+        window = self.window
+        if window is not None and self.deletions:
+            window = window._replace(end=UNENDED)
+        if window is not None and window != self.told_window:
+            yield window
+        self.told_window = window
 
     def next_entries(
         self, part: Partition, versions: Versions, bytes_max: int, member: str
@@ -187,8 +208,10 @@ class Progress:
                     part.vb_id,
                 )
             changes = found
+            if self.deletions and window is not None:
+                changes = list(self.deletions.among(first_seqno, found, part.max_cas))
             if left_out:
-                changes = [each for each in found if seqno_of(each) not in left_out]
+                changes = [each for each in changes if seqno_of(each) not in left_out]
             self.next = first_seqno = last_seqno + 1
         return [*entries, *changes, *self._end_snapshot(part)]
 
@@ -197,11 +220,12 @@ class Progress:
         window = self.window
         if window is None or self.next <= window.end:
             return []
-        self.window = self.superseded = None
+        ending: list[Control] = [*self._news_of_window()]
+        self.window = self.told_window = self.superseded = None
         self.state = ProgressState.PROBE
         self.floors = Floors(part.history_floor, part.purge_seqno)
-        done = SnapshotDone(window.end, part.purge_seqno, part.max_cas)
-        return [pack_control_entry(part.vb_id, done)]
+        ending.append(SnapshotDone(window.end, part.purge_seqno, part.max_cas))
+        return [pack_control_entry(part.vb_id, each) for each in ending]
 
 
 def _not_dropped_yet(part: Partition, versions: Versions, first_seqno: int) -> Collection[int]:

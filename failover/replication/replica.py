@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from dcp.core.floors import LateFloors
@@ -46,6 +47,7 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import HeardGaps
+from failover.replication.resync import UNENDED, Remaining, Resync, resync
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
@@ -324,6 +326,8 @@ class Replica:
         self._held_due_ns = 0
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
+        self._resyncs: dict[int, Resync] = {}
+        """What the next request for a partition asks about."""
 
     # -- the metadata store may go back to an older copy -------------------------------------------
 
@@ -526,11 +530,16 @@ class Replica:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         window = part.incomplete_snapshot
+        if window is not None and window.end == UNENDED:
+            with suppress(ReplicationError):  # its master has no use for it, and says so
+                self.roll_back(vb_id, epoch, window.start, part.high_seqno)
+            window = part.incomplete_snapshot
         asked = from_here(part.high_seqno, part.vb_uuid, window)
         purge = window.purge if window is not None else 0
         versions = versions_of(part.failover)
         number = self._record_of(vb_id).number_of(self._identity.member) or 0
-        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor, number)
+        resync = self._resyncs.pop(vb_id, None)
+        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor, number, resync)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -554,7 +563,14 @@ class Replica:
         self._watermarks.advance((vb_id,))
         self._handovers.hurry()
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
+    def roll_back(
+        self,
+        vb_id: int,
+        epoch: int,
+        seqno: int,
+        shared_seqno: int,
+        remaining: Remaining | None = None,
+    ) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
@@ -562,6 +578,8 @@ class Replica:
                 f"partition {vb_id} is in leader epoch {part.leader_epoch}; epoch {epoch} is over"
             )
         self._changes.settle()
+        if remaining is not None and self._asks_about(part, remaining):
+            return
         seqno = min(seqno, part.high_seqno)
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
@@ -588,6 +606,21 @@ class Replica:
                 return
             self._tell_damage(part, seqno, error, "It is filled anew")
             self._cut(part, 0)
+
+    def _asks_about(self, part: Partition, known: Remaining) -> bool:
+        """Whether the next request asks the master about what does not remain, instead of a cut
+        back to 0. A member in sync lacks nothing.
+        """
+        is_whole = part.incomplete_snapshot is None
+        if not is_whole or self._identity.member in self._record_of(part.vb_id).isr:
+            return False
+        try:
+            asked = resync(self._engine, part, known)
+        except StoreDamagedError:
+            return False  # filled anew, it is not damaged any more
+        if asked is not None:
+            self._resyncs[part.vb_id] = asked
+        return asked is not None
 
     def empty(self, vb_id: int) -> bool:
         """Give up all of a partition that this node does not hold any more; False: what may have

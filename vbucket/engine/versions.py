@@ -28,7 +28,8 @@ from vbucket.model.entry import (
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.native.key_hashes import Row, RowForm
-from vbucket.store.hashes import Tables
+from vbucket.store.hashes import ROWS_AT_ONCE, Tables
+from vbucket.store.key_record import BY_KEY_SEQNO
 from vbucket.store.records import PartitionRecord
 from vbucket.store.runs import (
     CUTS,
@@ -53,6 +54,7 @@ ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
 
 _SYSTEM_KEYS_BEGIN: Final = bytes([SYSTEM_COLLECTION])
 
+_seqno_in: Final = BY_KEY_SEQNO.unpack_from
 _unpack_prev: Final = PREV_SEQNO.unpack_from
 _unpack_meta: Final = META.unpack_from
 
@@ -308,6 +310,15 @@ class Versions:
                         old.add(prev_seqno)
         return old
 
+    def count_between(self, part: Partition, start_seqno: int, end_seqno: int) -> int:
+        """Return how many versions are in [start, end]. Raises StoreDamagedError."""
+        stored_seqno = min(end_seqno, part.merged_seqno)
+        count = 0
+        if start_seqno <= stored_seqno:
+            count = self._store.count(part.vb_id, start_seqno, stored_seqno)
+        first = max(start_seqno, part.merged_seqno + 1)
+        return count + sum(len(layer.between(first, end_seqno)) for layer in part.layers())
+
     def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
         """Return seqno, datatype and body of the document that the change with `seqno` replaced.
 
@@ -355,6 +366,32 @@ class Versions:
     def stored_rows(self, part: Partition, first: bytes, prefix: bytes) -> list[Row]:
         """Return some records of the store, of the keys from `first` on that have a prefix."""
         return self._store.rows(part.vb_id, first, prefix)
+
+    def stored_keys(self, part: Partition) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the keys in the store, each with opcode and seqno of its newest version there.
+        Nothing may be written meanwhile. Raises StoreDamagedError.
+        """
+        first: bytes | None = b"" if part.merged_seqno else None
+        while first is not None:
+            rows = self.stored_rows(part, first, b"")
+            for full_key, record in rows:
+                yield full_key[2:], record[0], _seqno_in(record)[0]
+            first = rows[-1][0][2:] + b"\0" if len(rows) == ROWS_AT_ONCE else None
+
+    def newest_of(self, part: Partition, keys: Collection[bytes]) -> dict[bytes, tuple[int, int]]:
+        """Return, for those keys that have a version, opcode and seqno of the newest one. Raises
+        StoreDamagedError.
+        """
+        found: dict[bytes, tuple[int, int]] = {}
+        below = set(keys)
+        for layer in reversed(part.layers()):
+            for key in below & layer.newest.keys():
+                below.discard(key)
+                if entry := layer.newest[key]:
+                    found[key] = entry[OPCODE_AT], seqno_of(entry)
+        for full_key, record in self.stored_rows_of(part, sorted(below)):
+            found[full_key[2:]] = record[0], _seqno_in(record)[0]
+        return found
 
     def stored_rows_within(
         self, part: Partition, first: bytes, form: RowForm, bits: int, wanted: bytes

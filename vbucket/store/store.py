@@ -338,6 +338,13 @@ class StoreView(RecordView):
         for key, value in self._reader.range(BY_KEY_TABLE, prefix, stop):
             yield key[2:], checked_meta(key, bytes(value))
 
+    def count(self, vb_id: int, start_seqno: int, end_seqno: int) -> int:
+        """Return how many versions are in [start, end]."""
+        return sum(
+            bisect_right(block.seqnos, end_seqno) - bisect_left(block.seqnos, start_seqno)
+            for block in self._blocks(vb_id, start_seqno, end_seqno)
+        )
+
     def block_at(self, vb_id: int, seqno: int) -> Block | None:
         """Return the last block that begins at or below `seqno`, None if there is none."""
         found = last_row(self._reader, vb_id, seqno)

@@ -80,7 +80,9 @@ class Replica:
             raise ReplicationError(self.refuses_welcomes)
         self.done.append(("welcomed", vb_id, welcome.epoch))
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int, shared_seqno: int) -> None:
+    def roll_back(
+        self, vb_id: int, epoch: int, seqno: int, shared_seqno: int, remaining: object = None
+    ) -> None:
         self.done.append(("rolled back", vb_id, epoch, seqno))
         self.high[vb_id] = min(seqno, self.high[vb_id])
 
@@ -249,9 +251,9 @@ def test_after_rollback_it_cuts_off_and_asks_again_at_once() -> None:
 
 
 def test_a_rollback_tells_how_far_both_have_the_same_history() -> None:
-    assert unpack_rollback(1, pack_rollback(0, 7)) == (0, 7)
-    assert unpack_rollback(1, pack_rollback(4, 2)) == (4, 4), "what is not asked for stays"
-    assert unpack_rollback(1, U64.pack(4)) == (4, 4), "a master of 0.2.0"
+    assert unpack_rollback(1, pack_rollback(0, 7)) == (0, 7, None)
+    assert unpack_rollback(1, pack_rollback(4, 2)) == (4, 4, None), "what is not asked for stays"
+    assert unpack_rollback(1, U64.pack(4)) == (4, 4, None), "a master of 0.2.0"
 
 
 def test_rollbacks_that_cut_nothing_are_not_asked_without_pause() -> None:

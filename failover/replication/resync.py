@@ -1,0 +1,225 @@
+"""How a replica goes on whose master has purged deletions that it lacks, instead of at 0. Pure.
+
+    replica, at seqno S                        master, purge seqno P > S, the same history up to S
+    stream request                        ->
+                                          <-   ROLLBACK to 0, and `Remaining`: P, and the seqnos up
+                                               to S of the documents that it still has
+    the same, with the keys of its other  ->   looks these up (`deletions_for`)
+    documents (`Resync`)
+                                          <-   OK, and the snapshot of what is left above S, with a
+                                               deletion for each of these keys that it knows no more
+
+A document that the replica has at S and the master has not any more was replaced or deleted above
+S. What replaced it, and a deletion above P, are in the snapshot, or come after it. So only the
+keys are open of which the master has neither: their deletion was at or below P, and is purged. The
+seqno of such a deletion is free. The snapshot brings one for each such key on a free seqno between
+S and P, not always its own: nobody reads deletions at or below a purge seqno one by one, and the
+next compaction purges them.
+
+If more deletions are purged meanwhile, the stream ends (`Progress.is_overtaken`), and the replica
+asks again. A part of such a snapshot is of use to its sender alone, which knows what is left to
+delete. So it has no end (`UNENDED`) until the last of these deletions: a replica that has such a
+part goes back to S before it asks again.
+
+Who calls it: `failover.replication.master` and `replica` for the request, `progress` for what is
+sent.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dcp.wire.opcode import Opcode
+from failover.rules.history import FailoverLog
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import Partition
+from vbucket.model.entry import (
+    DELETION_ENTRY,
+    DELETION_EXTRAS_BYTES,
+    META,
+    OPCODE_AT,
+    head_of,
+    seqno_of,
+)
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.manifest import collection_of
+
+UNENDED: Final = SEQNO_MAX
+"""The end of a window whose part cannot be continued by another request."""
+DOCUMENTS_MAX: Final = 50_000
+"""A partition with more begins at 0: to look through it would hold up the loop for 50 ms."""
+KEYS_MAX: Final = 16_384
+KEYS_BYTES_MAX: Final = 1 << 20
+"""A replica that would have to ask about more begins at 0."""
+DOCUMENTS_PER_S: Final = 200_000
+"""How many a node looks through for its replicas: a fifth of a core."""
+BURST_S: Final = 0.1
+
+_DELETION: Final = int(Opcode.DCP_DELETION)
+
+
+class Remaining(NamedTuple):
+    """What a master says that has purged deletions which a replica lacks."""
+
+    purge: int
+    """Its purge seqno."""
+    seqnos: Collection[int]
+    """Of all its documents up to the replica's seqno."""
+
+
+class Resync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replica asks about."""
+
+    purge: int
+    """As in `Remaining`."""
+    keys: list[bytes]
+    """Of its documents that are not among the remaining ones."""
+
+
+class Looks:
+    """How many documents may be looked through now."""
+
+    def __init__(self) -> None:
+        self._left = DOCUMENTS_PER_S * BURST_S
+        self._asked_ns = 0
+
+    def take(self, now_ns: int, documents: int) -> bool:
+        """Return whether so many may be looked through now. The last ones may be too many."""
+        elapsed_s = max(0, now_ns - self._asked_ns) / 1e9
+        self._asked_ns = now_ns
+        left = min(self._left + DOCUMENTS_PER_S * elapsed_s, DOCUMENTS_PER_S * BURST_S)
+        self._left = left - documents if left > 0 else left
+        return left > 0
+
+
+def pack_remaining(remaining: Remaining) -> bytes:
+    """Return the bytes of `unpack_remaining`: the purge seqno, and the distances of the seqnos."""
+    seqnos = sorted(remaining.seqnos)
+    distances = array("Q", map(sub, seqnos, [0, *seqnos]))
+    return remaining.purge.to_bytes(8, "big") + zlib.compress(_in_order(distances), 1)
+
+
+def unpack_remaining(data: bytes) -> Remaining:
+    """Return what `pack_remaining` packed. Raises ValueError."""
+    decoder = zlib.decompressobj()
+    try:
+        plain = decoder.decompress(data[8:], 8 * DOCUMENTS_MAX)
+    except zlib.error as error:
+        raise ValueError(f"the seqnos that remain cannot be read: {error}") from error
+    if len(data) < 8 or not decoder.eof or len(plain) % 8:
+        raise ValueError("the seqnos that remain are cut short, or too many")
+    distances = array("Q", plain)
+    return Remaining(
+        int.from_bytes(data[:8], "big"), set(accumulate(array("Q", _in_order(distances))))
+    )
+
+
+def _in_order(numbers: array[int]) -> bytes:
+    """Return numbers as bytes, big-endian, or such bytes' numbers."""
+    if sys.byteorder == "little":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:
+    """Return what a replica at a seqno may keep. Raises StoreDamagedError."""
+    assert part.item_count <= DOCUMENTS_MAX, "it has been asked"
+    seqnos = [each for _, each in _documents(engine, part) if each <= seqno]
+    return Remaining(part.purge_seqno, seqnos)
+
+
+def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
+    """Return what a replica asks its master about; None: it begins at 0. Raises
+    StoreDamagedError.
+    """
+    if part.item_count > DOCUMENTS_MAX:
+        return None
+    is_gone = engine.keyspace.manifest.is_gone
+    keys = [
+        key
+        for key, seqno in _documents(engine, part)
+        if seqno not in known.seqnos and not is_gone(collection_of(key))
+    ]
+    is_too_much = len(keys) > KEYS_MAX or sum(map(len, keys)) > KEYS_BYTES_MAX
+    return None if is_too_much else Resync(known.purge, keys)
+
+
+def _documents(engine: Engine, part: Partition) -> Iterator[tuple[bytes, int]]:
+    """Yield key and seqno of all documents of a partition. Raises StoreDamagedError."""
+    newest: dict[bytes, bytes] = {}
+    for layer in part.layers():
+        newest.update(layer.newest)
+    for key, entry in newest.items():
+        if entry and entry[OPCODE_AT] == MUTATION:
+            yield key, seqno_of(entry)
+    for key, opcode, seqno in engine.versions.stored_keys(part):
+        if opcode == MUTATION and key not in newest:
+            yield key, seqno
+
+
+def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) -> Deletions | None:
+    """Return the deletions that a replica at a seqno lacks; None: there is no room for them, and
+    it begins at 0. Raises StoreDamagedError.
+    """
+    is_gone = engine.keyspace.manifest.is_gone
+    newest = engine.versions.newest_of(part, asked.keys)
+    kept = {
+        key
+        for key, (opcode, newest_seqno) in newest.items()
+        if opcode == MUTATION or newest_seqno > asked.purge
+    }
+    lost = [key for key in asked.keys if key not in kept and not is_gone(collection_of(key))]
+    if lost:
+        taken = engine.versions.count_between(part, seqno + 1, asked.purge)
+        if len(lost) > asked.purge - seqno - taken:
+            return None
+    return Deletions(part.vb_id, lost, asked.purge, part.failover)
+
+
+class Deletions:
+    """Deletions that a snapshot brings on seqnos that are free there, up to a purge seqno."""
+
+    def __init__(self, vb_id: int, keys: Sequence[bytes], purge: int, log: FailoverLog) -> None:
+        self.purge = purge
+        self._vb_id = vb_id
+        self._keys = deque(keys)
+        self._log = log
+        self._epoch = 0
+        """Of the last entry; epochs do not fall."""
+
+    def __bool__(self) -> bool:
+        """Whether any are left."""
+        return bool(self._keys)
+
+    def among(self, first_seqno: int, entries: Sequence[bytes], cas: int) -> Iterator[bytes]:
+        """Yield the next entries of the snapshot, which begin at `first_seqno` or above, and the
+        deletions between them. `cas`: if none of the entries that follow has one.
+        """
+        for index, entry in enumerate(entries):
+            seqno = seqno_of(entry)
+            while self._keys and first_seqno < seqno and first_seqno <= self.purge:
+                following = (META.unpack_from(each)[4] for each in entries[index:])
+                yield self._deletion(first_seqno, next(filter(None, following), cas))
+                first_seqno += 1
+            yield entry
+            first_seqno, self._epoch = seqno + 1, head_of(entry).epoch
+
+    def _deletion(self, seqno: int, cas: int) -> bytes:
+        key = self._keys.popleft()
+        self._epoch = max(self._epoch, self._log.epoch_at(seqno))
+        head = DELETION_ENTRY.pack(
+            0, self._epoch, 0x80, _DELETION, len(key), DELETION_EXTRAS_BYTES, 0, self._vb_id,
+            DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, 1, 0,
+        )  # fmt: skip
+        return head + key
