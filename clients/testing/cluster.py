@@ -234,7 +234,10 @@ class DcpCluster:
         self._node(to)
         self.master_of(vb)
         self._any().ask("POST", "/api/v1/cluster/move", {"vb": vb, "to": to})
-        self._until(f"{to} is master of partition {vb}", lambda: self.masters()[vb] == to)
+        self._until(
+            f"{to} is master of partition {vb}, and the move has ended",
+            lambda: self.masters()[vb] == to and not self.status()["plan"],
+        )
 
     # -- how it is done ----------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ from failover.replication.messages import (
     decode,
     pack_entries,
     pack_group,
+    pack_rollback,
     unpack_ack,
     unpack_held,
 )
@@ -78,9 +79,17 @@ from failover.replication.progress import (
     check_numbers,
     known_committed,
 )
-from failover.replication.resync import Deletions
+from failover.rules.rollback import Question, decide
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
+from vbucket.engine.resync import (
+    Deletions,
+    Resync,
+    deletions_for,
+    is_small,
+    looked_through,
+    remaining,
+)
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
@@ -254,6 +263,29 @@ class ReplicaFeed:
         self._probe(vb_id)
         self._unannounced[vb_id] = None
         self._schedule()
+
+    def resynced(
+        self, part: Partition, question: Question, shared_seqno: int, asked: Resync | None
+    ) -> Deletions | bytes | None:
+        """Decide about a replica that lacks purged deletions: return those that it lacks, if it has
+        asked about them, or the value of a ROLLBACK. None: later.
+        """
+        seqno = question.start_seqno
+        history = decide(
+            question._replace(ignore_purged=True), part.failover, part.high_seqno, part.purge_seqno
+        )
+        if history.rollback_seqno is not None:
+            return pack_rollback(history.rollback_seqno, shared_seqno)
+        try:
+            if asked is not None and asked.purge == part.purge_seqno:
+                found = deletions_for(self._engine, part, seqno, asked)
+                return pack_rollback(0, shared_seqno) if found is None else found
+            if is_small(part) and not self._fill.may_look(self._now_ns, looked_through(part)):
+                return None
+            told = remaining(self._engine, part, seqno) if is_small(part) else None
+        except StoreDamagedError:
+            told = None  # what can be read of it tells the damage
+        return pack_rollback(0, shared_seqno, told)
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""

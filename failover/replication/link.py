@@ -73,8 +73,8 @@ from failover.replication.messages import (
     unpack_group,
     unpack_rollback,
 )
-from failover.replication.resync import Remaining
 from vbucket.engine.replicated import ReplicatedChange
+from vbucket.engine.resync import Remaining
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of, vb_id_of
@@ -175,7 +175,7 @@ class ReplicaSide(Protocol):
     ) -> None:
         """The master asks for a cut back to a seqno. What lies above `shared_seqno`, it does not
         have. Nothing is cut while that has to go into a file first; the master is asked again. So
-        it is if it tells what remains of it here (`failover.replication.resync`). Raises
+        it is if it tells what remains of it here (`vbucket.engine.resync`). Raises
         ReplicationError.
         """
 

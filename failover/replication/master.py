@@ -50,13 +50,6 @@ from failover.replication.messages import (
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
 from failover.replication.progress import SILENCE_NS_MAX, Match
-from failover.replication.resync import (
-    DOCUMENTS_MAX,
-    Deletions,
-    Resync,
-    deletions_for,
-    remaining,
-)
 from failover.replication.serving import Serving
 from failover.rules.cut import Ask
 from failover.rules.fencing import is_same_copy, refusal
@@ -71,6 +64,7 @@ from failover.rules.replication_record import (
 from failover.rules.rollback import Question, RollbackKind, common_seqno, decide
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState, check_undo
+from vbucket.engine.resync import Deletions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.control import SnapshotWindow
 from vbucket.store.environment import StoreDamagedError
@@ -457,7 +451,7 @@ class Master:
             found: Deletions | bytes | None = pack_rollback(decision.rollback_seqno, shared)
             is_purged = decision.kind is RollbackKind.PURGED and window is None
             if is_purged and feed.format >= RESYNC_FORMAT:
-                found = self._resynced(part, question, shared, position.resync)
+                found = feed.resynced(part, question, shared, position.resync)
             if not isinstance(found, Deletions):
                 return None if found is None else FeedAnswer(Status.ROLLBACK, found)
             deletions = found
@@ -477,30 +471,6 @@ class Master:
             max(part.committed_seqno, part.history_floor),  # a floor is committed
         )  # fmt: skip
         return FeedAnswer(Status.OK, encode(welcome))
-
-    def _resynced(
-        self, part: Partition, question: Question, shared_seqno: int, asked: Resync | None
-    ) -> Deletions | bytes | None:
-        """Decide about a replica that lacks purged deletions: return those that it lacks, if it has
-        asked about them, or the value of a ROLLBACK. None: later.
-        """
-        seqno = question.start_seqno
-        history = decide(
-            question._replace(ignore_purged=True), part.failover, part.high_seqno, part.purge_seqno
-        )
-        if history.rollback_seqno is not None:
-            return pack_rollback(history.rollback_seqno, shared_seqno)
-        try:
-            if asked is not None and asked.purge == part.purge_seqno:
-                found = deletions_for(self._engine, part, seqno, asked)
-                return pack_rollback(0, shared_seqno) if found is None else found
-            is_small = part.item_count <= DOCUMENTS_MAX
-            if is_small and not self.pace.looks.take(self._now_ns, part.item_count):
-                return None
-            told = remaining(self._engine, part, seqno) if is_small else None
-        except StoreDamagedError:
-            told = None  # what can be read of it tells the damage
-        return pack_rollback(0, shared_seqno, told)
 
     def acknowledged(self, member: str, followed: Sequence[Match]) -> None:
         """See MasterSide."""

@@ -58,15 +58,15 @@ from dcp.stream.remote_readers import Held
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
-from failover.replication.resync import (
+from failover.rules.history import EPOCH_MAX, FailoverLog
+from vbucket.engine.replicated import ReplicatedChange
+from vbucket.engine.resync import (
     UNENDED,
     Remaining,
     Resync,
     pack_remaining,
     unpack_remaining,
 )
-from failover.rules.history import EPOCH_MAX, FailoverLog
-from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import LogDamagedError, split_entries
 from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
 from vbucket.model.entry import (

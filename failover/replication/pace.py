@@ -25,8 +25,8 @@ from typing import Final
 
 from failover.coordinator.clock import RanTime
 from failover.replication.progress import AckDelays
-from failover.replication.resync import Looks
 from failover.rules.isr import NOBODY_LATE, Lateness
+from vbucket.engine.resync import Looks
 
 FLOOR_BYTES_PER_S: Final = 1 << 20
 """A gigabyte takes 17 minutes. That is a few percent of a core on each side."""
@@ -258,6 +258,10 @@ class LinkFill:
     def renew(self, now_ns: int) -> bool:
         """Renew the link's allowance; return whether it may send for a copy that is filled."""
         return self._pace is None or self._pace.renew(self._member, now_ns, self._on_the_way)
+
+    def may_look(self, now_ns: int, documents: int) -> bool:
+        """Return whether so many documents may be looked through now, for any link."""
+        return self._pace is None or self._pace.looks.take(now_ns, documents)
 
     def wait(self, vb_id: int) -> None:
         """A partition waits until more may be sent."""

@@ -21,8 +21,8 @@ from failover.replication.messages import (
     SnapshotDone,
     pack_control_entry,
 )
-from failover.replication.resync import UNENDED, Deletions
 from vbucket.engine.partition import Partition
+from vbucket.engine.resync import UNENDED, Deletions
 from vbucket.engine.versions import Versions
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of

@@ -47,7 +47,6 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import HeardGaps
-from failover.replication.resync import UNENDED, Remaining, Resync, resync
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
@@ -61,6 +60,7 @@ from vbucket.engine.leadership import (
 )
 from vbucket.engine.partition import BranchRefusedError, Partition
 from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
+from vbucket.engine.resync import UNENDED, Remaining, Resync, resync
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.model.ids import SEQNO_MAX

@@ -100,8 +100,8 @@ REPLICATION = (
     ),
     Mutation(
         "floor-missed-while-behind",
-        "        elif self.floors != floors:\n",
-        "        elif self.floors > floors:\n",
+        "        if self.window is None and self.floors != floors:\n",
+        "        if self.window is None and self.floors > floors:\n",
         ("test_feed", "test_snapshot_below_floor"),
     ),
     Mutation(
@@ -112,9 +112,45 @@ REPLICATION = (
     ),
     Mutation(
         "snapshot-hides-gaps",
-        "    goes_on = control.start == window.start and control.end >= window.end\n",
-        "    goes_on = control.start in {window.start, high_seqno} and control.end >= window.end\n",
+        "    goes_on = control.start == window.start and (control.end",
+        "    goes_on = control.start in {window.start, high_seqno} and (control.end",
         ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "known-deletion-is-not-brought",
+        "or known_seqno > asked.purge or is_gone(collection_of(key)):\n",
+        "or known_seqno > seqno or is_gone(collection_of(key)):\n",
+        ("test_purged_replicas",),
+    ),
+    Mutation(
+        "replica-keeps-purged-documents",
+        "            lost.append(key)\n    if lost:\n",
+        "            pass\n    if lost:\n",
+        ("test_purged_replicas",),
+    ),
+    Mutation(
+        "part-with-deletions-to-come-has-an-end",
+        "            window = window._replace(end=UNENDED)\n",
+        "            pass\n",
+        ("test_purged_replicas",),
+    ),
+    Mutation(
+        "deletion-below-a-later-version-is-not-brought",
+        "before = versions.first_changes_after(part, part.history_floor)\n    newest",
+        "before: dict[bytes, int] = {}\n    newest",
+        ("test_purged_replicas",),
+    ),
+    Mutation(
+        "purge-meanwhile-is-not-told-again",
+        "asked is not None and asked.purge == part.purge_seqno:\n",
+        "asked is not None:\n",
+        ("test_purged_replicas",),
+    ),
+    Mutation(
+        "remaining-of-now-not-of-the-floor",
+        "    seqnos.update(before.values())\n    return Remaining",
+        "    return Remaining",
+        ("test_purged_replicas",),
     ),
     Mutation(
         "replica-presumes-documents",

@@ -20,8 +20,8 @@ class Change(NamedTuple):
 
 
 def falls(where: str, changes: Iterable[Change], purge_seqno: int) -> list[str]:
-    """Look at one history, in the order of its seqnos. Changes may be missing. A deletion that was
-    purged, or may be, is forgotten with its revision.
+    """Look at one history, in the order of its seqnos. Changes may be missing. What was deleted at
+    or below the purge seqno is forgotten with its revision, and a replica may lack that deletion.
     """
     newest: dict[bytes, Change] = {}
     problems = []
@@ -30,7 +30,7 @@ def falls(where: str, changes: Iterable[Change], purge_seqno: int) -> list[str]:
         newest[change.key] = change
         if before is None or not change.rev_seqno:
             continue
-        is_forgotten = before.is_deletion and before.seqno <= purge_seqno
+        is_forgotten = before.seqno <= purge_seqno
         if change.rev_seqno < before.rev_seqno and not is_forgotten:
             problems.append(
                 f"{where}: the revision of {change.key!r} fell from {before.rev_seqno} (seqno"

@@ -9,10 +9,14 @@ from collections.abc import Callable, Collection
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_snapshot_model import Run, floors
 
 from dcp.wire.opcode import Opcode
 from failover.replication.messages import pack_rollback, unpack_rollback
-from failover.replication.resync import (
+from failover.rules.history import FailoverLog, Version
+from support.replica_pair import VB, Member, ReplicaPair
+from support.stored_bytes import pack_mutation
+from vbucket.engine.resync import (
     BURST_S,
     DOCUMENTS_PER_S,
     KEYS_BYTES_MAX,
@@ -26,17 +30,13 @@ from failover.replication.resync import (
     resync,
     unpack_remaining,
 )
-from failover.rules.history import FailoverLog, Version
-from support.replica_pair import VB, ReplicaPair
-from support.stored_bytes import pack_mutation
-from test_snapshot_model import Run, floors
 from vbucket.model.entry import OPCODE_AT, head_of, key_of, seqno_of
 
 KEYS = tuple(b"k%d" % number for number in range(8))
 SECOND_NS = 10**9
 
 
-def away_pair(*, merged: bool = True) -> ReplicaPair:
+def away_pair(*, merged: bool = True, drops: bool = True) -> ReplicaPair:
     """Return a pair whose replica has 8 documents, and whose master has changed one and deleted
     three since. Two of the deletions are purged.
     """
@@ -51,7 +51,7 @@ def away_pair(*, merged: bool = True) -> ReplicaPair:
     pair.set(b"other", b"more")  # 12, 13
     pair.delete(KEYS[3])  # 14
     pair.set(b"last")  # 15
-    pair.raise_floor(14, purge=12)
+    pair.raise_floor(14, purge=12, drops=drops)
     return pair
 
 
@@ -104,6 +104,16 @@ def test_what_was_read_again_meanwhile_is_no_deletion() -> None:
     assert pair.replica.core.replica.rollbacks == 0
 
 
+def test_what_was_set_again_above_the_floor_is_absent_at_it() -> None:
+    pair = away_pair()
+    pair.set(KEYS[1], value=b"again")
+    pair.follow()
+    floor = pair.replica.part.history_floor
+    assert b"\0" + KEYS[1] in documents_at(pair.replica, pair.replica.part.high_seqno)
+    assert documents_at(pair.replica, floor) == documents_at(pair.master, floor)
+    assert b"\0" + KEYS[1] not in documents_at(pair.replica, floor)
+
+
 def test_another_purge_while_it_asks_is_told_again() -> None:
     pair = away_pair()
     step_until(pair, lambda: pair.replica.core.replica._resyncs)
@@ -111,6 +121,18 @@ def test_another_purge_while_it_asks_is_told_again() -> None:
     pair.set(b"end")
     pair.raise_floor(17, purge=16)
     pair.follow()
+    assert pair.replica.documents() == pair.master.documents()
+    assert pair.replica.core.replica.rollbacks == 0
+
+
+def test_a_deletion_that_is_dropped_before_it_is_read_comes() -> None:
+    pair = away_pair(drops=False)
+    step_until(pair, lambda: pair.replica.part.incomplete_snapshot)
+    assert pair.master.node.store.entry(VB, 10)
+    pair.master.compact()
+    assert not pair.master.node.store.entry(VB, 10)
+    pair.follow()
+    assert [seqno for _, seqno, _ in applied(pair)] == [9, 10, 11, 12, 13, 14, 15]
     assert pair.replica.documents() == pair.master.documents()
     assert pair.replica.core.replica.rollbacks == 0
 
@@ -186,13 +208,17 @@ def test_an_old_node_begins_at_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("where", "limit"),
-    [("resync.KEYS_MAX", 2), ("resync.KEYS_BYTES_MAX", 5), ("master.DOCUMENTS_MAX", 3)],
+    [
+        ("vbucket.engine.resync.KEYS_MAX", 2),
+        ("vbucket.engine.resync.KEYS_BYTES_MAX", 5),
+        ("vbucket.engine.resync.DOCUMENTS_MAX", 3),
+    ],
 )
 def test_what_is_too_much_begins_at_0(
     where: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = away_pair()
-    monkeypatch.setattr(f"failover.replication.{where}", limit)
+    monkeypatch.setattr(where, limit)
     pair.follow()
     assert pair.replica.core.replica.rollbacks == 1
     assert pair.replica.documents() == pair.master.documents()
@@ -208,6 +234,7 @@ def test_no_room_for_deletions_is_no_answer() -> None:
     assert sorted(asked.keys) == [b"\0" + key for key in KEYS[:4]]
     found = deletions_for(engine, part, 8, asked)
     assert found
+    assert not pair.master.node.store.entry(VB, 10), "it is purged"
     assert deletions_for(engine, part, 10, asked) is None, "only seqno 11 is free"
 
 
@@ -243,32 +270,44 @@ def test_what_remains_is_checked(cut: int) -> None:
 
 def test_more_than_may_remain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pack_remaining(Remaining(5, range(1, 12)))
-    monkeypatch.setattr("failover.replication.resync.DOCUMENTS_MAX", 10)
+    monkeypatch.setattr("vbucket.engine.resync.DOCUMENTS_MAX", 10)
     with pytest.raises(ValueError, match="too many"):
         unpack_remaining(data)
     assert array("Q").itemsize == 8
     assert KEYS_BYTES_MAX == 1 << 20
 
 
-@given(st.sets(st.integers(1, 30), min_size=1), st.integers(0, 30), st.integers(0, 8))
-def test_deletions_take_free_seqnos_only(taken: set[int], purge: int, lost: int) -> None:
+@given(
+    st.sets(st.integers(1, 30), min_size=1), st.sets(st.integers(1, 30)), st.integers(0, 30),
+    st.integers(0, 8), st.integers(0, 2**30 - 1),
+)  # fmt: skip
+def test_deletions_take_their_own_or_free_seqnos(
+    others: set[int], placed: set[int], purge: int, lost: int, dropped: int
+) -> None:
+    """`placed` ones are there when the replica asks; bits of `dropped` say which are not later."""
     log = FailoverLog((Version(2, 10, 4), Version(1, 0, 1)))
+    placed = {seqno for seqno in placed - others if seqno <= purge and seqno < max(others)}
+    own = {seqno: b"\0own%d" % seqno for seqno in sorted(placed)}
     keys = [b"\0%d" % number for number in range(lost)]
-    deletions = Deletions(VB, keys, purge, log)
+    deletions = Deletions(VB, own.items(), keys, purge, log)
+    stay = {seqno for seqno in placed if not dropped >> (seqno - 1) & 1}
     entries = [
-        pack_mutation(vb_id=VB, key=b"\0x", value=b"", cas=seqno, seqno=seqno, rev_seqno=1, epoch=5)
-        for seqno in sorted(taken)
-    ]
+        pack_mutation(vb_id=VB, key=own.get(seqno, b"\0x"), value=b"", cas=seqno, seqno=seqno,
+                      rev_seqno=1, epoch=5)
+        for seqno in sorted(others | stay)
+    ]  # fmt: skip
     merged = list(deletions.among(1, entries, 99))
+    assert [entry for entry in merged if entry in entries] == entries
     seqnos = [seqno_of(entry) for entry in merged]
     assert seqnos == sorted(set(seqnos))
-    made = [entry for entry in merged if entry not in entries]
-    free = [seqno for seqno in range(1, max(taken)) if seqno not in taken and seqno <= purge]
-    assert [seqno_of(entry) for entry in made] == free[:lost]
-    assert [key_of(entry) for entry in made] == keys[: len(made)]
-    assert [head_of(entry).epoch for entry in merged] == sorted(
-        head_of(entry).epoch for entry in merged
-    )
+    found = {seqno_of(entry): key_of(entry) for entry in merged if seqno_of(entry) not in others}
+    assert {seqno: key for seqno, key in found.items() if seqno in placed} == own
+    taken = others | placed
+    free = [each for each in range(1, max(others)) if each not in taken and each <= purge][:lost]
+    assert [found[seqno] for seqno in free] == keys[: len(free)]
+    assert found.keys() == {*free, *placed}
+    epochs = [head_of(entry).epoch for entry in merged]
+    assert epochs == sorted(epochs)
     assert bool(deletions) == (len(free) < lost)
 
 
@@ -289,6 +328,27 @@ class AwayRun(Run):
         master.node.raise_floor(VB, floor, floor - 1 - random_.randrange(2))
         master.commit()
         master.compact(random_.choice((None, None, 1)))
+
+    def check_end(self) -> None:
+        """As before; and both have the same documents at each seqno that may be branched at."""
+        super().check_end()
+        master, replica = self.pair.master, self.pair.replica
+        for seqno in range(replica.part.history_floor, replica.part.high_seqno + 1):
+            assert documents_at(replica, seqno) == documents_at(master, seqno)
+
+
+def documents_at(member: Member, seqno: int) -> dict[bytes, int]:
+    """Return key and seqno of a member's documents as of a seqno."""
+    versions, part = member.node.engine.versions, member.part
+    found = {}
+    before = versions.first_changes_after(part, seqno)
+    for key in member.documents().keys() | before.keys():
+        entry = versions.newest_entry(part, key)
+        if key in before:
+            entry = versions.entry_at(part, before[key])
+        if entry is not None and entry[OPCODE_AT] == Opcode.DCP_MUTATION:
+            found[key] = seqno_of(entry)
+    return found
 
 
 STEPS = (

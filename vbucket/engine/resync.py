@@ -3,18 +3,19 @@
     replica, at seqno S                        master, purge seqno P > S, the same history up to S
     stream request                        ->
                                           <-   ROLLBACK to 0, and `Remaining`: P, and the seqnos up
-                                               to S of the documents that it still has
+                                               to S of the documents that it had at its floor
     the same, with the keys of its other  ->   looks these up (`deletions_for`)
     documents (`Resync`)
                                           <-   OK, and the snapshot of what is left above S, with a
                                                deletion for each of these keys that it knows no more
 
-A document that the replica has at S and the master has not any more was replaced or deleted above
-S. What replaced it, and a deletion above P, are in the snapshot, or come after it. So only the
-keys are open of which the master has neither: their deletion was at or below P, and is purged. The
-seqno of such a deletion is free. The snapshot brings one for each such key on a free seqno between
-S and P, not always its own: nobody reads deletions at or below a purge seqno one by one, and the
-next compaction purges them.
+All of that is as of the master's history floor F, which is above P: any seqno from F on may be
+branched at. A document that the replica has at S and the master has no more at F was replaced or
+deleted between. What replaced it, and a deletion above P, are in the snapshot. So only the keys are
+open of which the master has neither: their deletion was at or below P, and is purged, or may be
+before it is read. Purged ones leave their seqnos free. The snapshot brings one for each such key on
+a free seqno between S and P, not always its own: nobody reads deletions at or below a purge seqno
+one by one, and the next compaction purges them. What changes above F, comes after the snapshot.
 
 If more deletions are purged meanwhile, the stream ends (`Progress.is_overtaken`), and the replica
 asks again. A part of such a snapshot is of use to its sender alone, which knows what is left to
@@ -31,7 +32,7 @@ import sys
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import sub
 from typing import Final, NamedTuple
@@ -57,7 +58,8 @@ from vbucket.model.manifest import collection_of
 UNENDED: Final = SEQNO_MAX
 """The end of a window whose part cannot be continued by another request."""
 DOCUMENTS_MAX: Final = 50_000
-"""A partition with more begins at 0: to look through it would hold up the loop for 50 ms."""
+"""A partition with more documents and changes above its floor begins at 0: to look through it would
+hold up the loop for 50 ms."""
 KEYS_MAX: Final = 16_384
 KEYS_BYTES_MAX: Final = 1 << 20
 """A replica that would have to ask about more begins at 0."""
@@ -74,7 +76,7 @@ class Remaining(NamedTuple):
     purge: int
     """Its purge seqno."""
     seqnos: Collection[int]
-    """Of all its documents up to the replica's seqno."""
+    """Of all its documents at its history floor, up to the replica's seqno."""
 
 
 class Resync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,11 +134,22 @@ def _in_order(numbers: array[int]) -> bytes:
     return numbers.tobytes()
 
 
+def is_small(part: Partition) -> bool:
+    """Whether a partition can be looked through in one turn of the loop."""
+    return looked_through(part) <= DOCUMENTS_MAX
+
+
+def looked_through(part: Partition) -> int:
+    """Return how many documents and changes `remaining` reads."""
+    return part.item_count + part.high_seqno - part.history_floor
+
+
 def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:
     """Return what a replica at a seqno may keep. Raises StoreDamagedError."""
-    assert part.item_count <= DOCUMENTS_MAX, "it has been asked"
-    seqnos = [each for _, each in _documents(engine, part) if each <= seqno]
-    return Remaining(part.purge_seqno, seqnos)
+    before = engine.versions.first_changes_after(part, part.history_floor)
+    seqnos = {each for key, each in _documents(engine, part) if key not in before}
+    seqnos.update(before.values())
+    return Remaining(part.purge_seqno, {each for each in seqnos if 0 < each <= seqno})
 
 
 def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
@@ -172,27 +185,48 @@ def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) ->
     """Return the deletions that a replica at a seqno lacks; None: there is no room for them, and
     it begins at 0. Raises StoreDamagedError.
     """
-    is_gone = engine.keyspace.manifest.is_gone
-    newest = engine.versions.newest_of(part, asked.keys)
-    kept = {
-        key
-        for key, (opcode, newest_seqno) in newest.items()
-        if opcode == MUTATION or newest_seqno > asked.purge
-    }
-    lost = [key for key in asked.keys if key not in kept and not is_gone(collection_of(key))]
+    versions, is_gone = engine.versions, engine.keyspace.manifest.is_gone
+    before = versions.first_changes_after(part, part.history_floor)
+    newest = versions.newest_of(part, [key for key in asked.keys if key not in before])
+    placed: list[tuple[int, bytes]] = []
+    lost: list[bytes] = []
+    for key in asked.keys:
+        opcode, known_seqno = newest.get(key, (_DELETION, before.get(key, 0)))
+        if key in before and known_seqno > seqno:
+            entry = versions.entry_at(part, known_seqno)
+            opcode = _DELETION if entry is None else entry[OPCODE_AT]
+        if opcode == MUTATION or known_seqno > asked.purge or is_gone(collection_of(key)):
+            continue
+        if known_seqno > seqno:
+            placed.append((known_seqno, key))
+        else:
+            lost.append(key)
     if lost:
         taken = engine.versions.count_between(part, seqno + 1, asked.purge)
         if len(lost) > asked.purge - seqno - taken:
             return None
-    return Deletions(part.vb_id, lost, asked.purge, part.failover)
+    return Deletions(part.vb_id, sorted(placed), lost, asked.purge, part.failover)
 
 
 class Deletions:
-    """Deletions that a snapshot brings on seqnos that are free there, up to a purge seqno."""
+    """Deletions that a snapshot brings up to a purge seqno.
 
-    def __init__(self, vb_id: int, keys: Sequence[bytes], purge: int, log: FailoverLog) -> None:
+    Some are still known when the replica asks, and may be gone when they are read: these keep their
+    seqnos. The others have seqnos that are free.
+    """
+
+    def __init__(
+        self,
+        vb_id: int,
+        placed: Iterable[tuple[int, bytes]],
+        keys: Iterable[bytes],
+        purge: int,
+        log: FailoverLog,
+    ) -> None:
+        """`placed`: seqno and key, ascending."""
         self.purge = purge
         self._vb_id = vb_id
+        self._placed = deque(placed)
         self._keys = deque(keys)
         self._log = log
         self._epoch = 0
@@ -200,7 +234,7 @@ class Deletions:
 
     def __bool__(self) -> bool:
         """Whether any are left."""
-        return bool(self._keys)
+        return bool(self._keys or self._placed)
 
     def among(self, first_seqno: int, entries: Sequence[bytes], cas: int) -> Iterator[bytes]:
         """Yield the next entries of the snapshot, which begin at `first_seqno` or above, and the
@@ -208,15 +242,28 @@ class Deletions:
         """
         for index, entry in enumerate(entries):
             seqno = seqno_of(entry)
-            while self._keys and first_seqno < seqno and first_seqno <= self.purge:
+            for free_seqno, key in self._between(first_seqno, min(seqno, self.purge + 1)):
                 following = (META.unpack_from(each)[4] for each in entries[index:])
-                yield self._deletion(first_seqno, next(filter(None, following), cas))
-                first_seqno += 1
+                yield self._deletion(free_seqno, key, next(filter(None, following), cas))
             yield entry
+            if self._placed and self._placed[0][0] == seqno:
+                self._placed.popleft()
             first_seqno, self._epoch = seqno + 1, head_of(entry).epoch
 
-    def _deletion(self, seqno: int, cas: int) -> bytes:
-        key = self._keys.popleft()
+    def _between(self, seqno: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield seqno and key of the deletions in [seqno, end), where nothing else is."""
+        while seqno < end and self:
+            next_seqno = self._placed[0][0] if self._placed else end
+            if next_seqno == seqno:
+                yield self._placed.popleft()
+            elif self._keys:
+                yield seqno, self._keys.popleft()
+            else:
+                seqno = next_seqno
+                continue
+            seqno += 1
+
+    def _deletion(self, seqno: int, key: bytes, cas: int) -> bytes:
         self._epoch = max(self._epoch, self._log.epoch_at(seqno))
         head = DELETION_ENTRY.pack(
             0, self._epoch, 0x80, _DELETION, len(key), DELETION_EXTRAS_BYTES, 0, self._vb_id,
