@@ -29,7 +29,7 @@ from failover.replication import link, master, mastership
 from failover.replication.feed import ReplicaFeed
 from failover.replication.master import Master
 from failover.replication.mastership import Mastership
-from failover.replication.messages import FORMAT, ReplicaPosition
+from failover.replication.messages import FORMAT_OLDEST, ReplicaPosition
 from failover.replication.pace import FillPace
 from failover.replication.replica import DroppedCopies, Replica
 from failover.rules import election, isr, promotion
@@ -451,7 +451,7 @@ CLUSTER_BUGS: Final[dict[str, Bug]] = {
     ),
     "older-is-told": Bug(
         "a replica tells a master of the format before what only the newest format has",
-        (Replaced(link, "HELD_FORMAT", FORMAT - 1),),
+        (Replaced(link, "HELD_FORMAT", FORMAT_OLDEST),),
     ),
     "newest-is-chosen": one(
         "a master answers a replica of the format before in its own newest format",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from failover.coordinator.membership import LEASE_TTL_S
-from failover.replication.messages import FORMAT
+from failover.replication.messages import FORMAT, FORMAT_OLDEST
 from sim.facts import Kind
 from sim.world import MS, SECOND
 from vbucket.model.consumer_documents import checkpoint_key, keep_key
@@ -191,7 +191,7 @@ class Plan(NamedTuple):
     """1: partitions keep deletions for a consumer that is away (`sim.keep_workload`)."""
     older_formats: int = 0
     """0: all nodes speak the newest format of replication's messages. Any other number says which
-    nodes speak the one before, from each start of their processes on (`format_at`)."""
+    nodes speak the oldest one, from each start of their processes on (`format_at`)."""
 
     def format_at(self, machine: str, start: int) -> int:
         """Return the newest format that a node speaks after its so manieth start: a node may be
@@ -200,7 +200,7 @@ class Plan(NamedTuple):
         if not self.older_formats:
             return FORMAT
         draw = random.Random(f"{self.older_formats} {machine} {start}")
-        return draw.choice((FORMAT - 1, FORMAT))
+        return draw.choice((FORMAT_OLDEST, FORMAT))
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""
