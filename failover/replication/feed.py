@@ -282,10 +282,10 @@ class ReplicaFeed:
                 return pack_rollback(0, shared_seqno) if found is None else found
             if is_small(part) and not self._fill.may_look(self._now_ns, looked_through(part)):
                 return None
-            told = remaining(self._engine, part, seqno) if is_small(part) else None
+            left = remaining(self._engine, part, seqno) if is_small(part) else None
         except StoreDamagedError:
-            told = None  # what can be read of it tells the damage
-        return pack_rollback(0, shared_seqno, told)
+            left = None  # what can be read of it tells the damage
+        return pack_rollback(0, shared_seqno, left)
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""

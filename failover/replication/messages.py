@@ -494,8 +494,8 @@ def pack_rollback(seqno: int, shared_seqno: int, remaining: Remaining | None = N
     """Return the value of a ROLLBACK: where to go back to, and up to where both have the same
     history. A purge sends a replica further back than that, unless it asks about what remains.
     """
-    told = b"" if remaining is None else pack_remaining(remaining)
-    return _ROLLBACK.pack(seqno, shared_seqno) + told
+    packed = b"" if remaining is None else pack_remaining(remaining)
+    return _ROLLBACK.pack(seqno, shared_seqno) + packed
 
 
 def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int, Remaining | None]:
@@ -506,9 +506,9 @@ def unpack_rollback(vb_id: int, value: bytes) -> tuple[int, int, Remaining | Non
         raise ReplicationError(f"partition {vb_id}: ROLLBACK without a seqno")
     (seqno,) = U64.unpack_from(value)
     shared_seqno: int = seqno if len(value) < _ROLLBACK.size else _ROLLBACK.unpack_from(value)[1]
-    told = value[_ROLLBACK.size :]
+    packed = value[_ROLLBACK.size :]
     try:
-        remaining = unpack_remaining(told) if told else None
+        remaining = unpack_remaining(packed) if packed else None
     except ValueError as error:
         raise ReplicationError(f"partition {vb_id}: ROLLBACK: {error}") from error
     return seqno, max(seqno, shared_seqno), remaining

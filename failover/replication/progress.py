@@ -65,22 +65,10 @@ class Progress:
     """
 
     __slots__ = (
-        "active_since",
-        "announced_seqno",
-        "deletions",
-        "epoch",
-        "floors",
-        "is_filling",
-        "next",
-        "opaque",
-        "opened_number",
-        "safe_purge",
-        "snapshot_number",
-        "state",
-        "superseded",
-        "told_window",
-        "window",
-    )
+        "active_since", "announced_seqno", "deletions", "epoch", "floors", "is_filling", "next",
+        "opaque", "opened_number", "safe_purge", "sent_window", "snapshot_number", "state",
+        "superseded", "window",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -110,8 +98,8 @@ class Progress:
         are the present ones only if the replica knows them."""
         self.window = window
         """The snapshot of which the replica has a part; None: the state is not SNAPSHOT."""
-        self.told_window = window
-        """What the replica knows of `window`."""
+        self.sent_window = window
+        """`window` as the replica knows it."""
         self.deletions = deletions
         """Those that the snapshot brings in place of purged ones; None: it brings none, or no
         more."""
@@ -180,9 +168,9 @@ class Progress:
         window = self.window
         if window is not None and self.deletions:
             window = window._replace(end=UNENDED)
-        if window is not None and window != self.told_window:
+        if window is not None and window != self.sent_window:
             yield window
-        self.told_window = window
+        self.sent_window = window
 
     def next_entries(
         self, part: Partition, versions: Versions, bytes_max: int, member: str
@@ -192,7 +180,7 @@ class Progress:
         window, first_seqno = self.window, self.next
         end_seqno = part.synced_seqno if window is None else window.end
         if window is not None and self.superseded is None:
-            self.superseded = _not_dropped_yet(part, versions, first_seqno)
+            self.superseded = versions.not_dropped_yet(part, first_seqno)
         left_out = self.superseded or ()
         changes: list[bytes] = []
         while first_seqno <= end_seqno and not changes:
@@ -221,22 +209,11 @@ class Progress:
         if window is None or self.next <= window.end:
             return []
         ending: list[Control] = [*self._news_of_window()]
-        self.window = self.told_window = self.superseded = None
+        self.window = self.sent_window = self.superseded = None
         self.state = ProgressState.PROBE
         self.floors = Floors(part.history_floor, part.purge_seqno)
         ending.append(SnapshotDone(window.end, part.purge_seqno, part.max_cas))
         return [pack_control_entry(part.vb_id, each) for each in ending]
-
-
-def _not_dropped_yet(part: Partition, versions: Versions, first_seqno: int) -> Collection[int]:
-    """Return which seqnos from `first_seqno` to the history floor are superseded there. Raises
-    StoreDamagedError.
-    """
-    record = versions.stored_record(part)
-    floor, purge, _ = (record and record.compacted) or (0, 0, 0)
-    if floor >= part.history_floor and purge >= part.purge_seqno:
-        return ()
-    return versions.superseded(part.vb_id, first_seqno, part.history_floor)
 
 
 def known_committed(part: Partition) -> int:

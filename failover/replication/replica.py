@@ -578,7 +578,7 @@ class Replica:
                 f"partition {vb_id} is in leader epoch {part.leader_epoch}; epoch {epoch} is over"
             )
         self._changes.settle()
-        if remaining is not None and self._asks_about(part, remaining):
+        if remaining is not None and self._begin_resync(part, remaining):
             return
         seqno = min(seqno, part.high_seqno)
         if part.incomplete_snapshot is not None:
@@ -607,12 +607,12 @@ class Replica:
             self._tell_damage(part, seqno, error, "It is filled anew")
             self._cut(part, 0)
 
-    def _asks_about(self, part: Partition, known: Remaining) -> bool:
+    def _begin_resync(self, part: Partition, known: Remaining) -> bool:
         """Whether the next request asks the master about what does not remain, instead of a cut
         back to 0. A member in sync lacks nothing.
         """
-        is_whole = part.incomplete_snapshot is None
-        if not is_whole or self._identity.member in self._record_of(part.vb_id).isr:
+        is_complete = part.incomplete_snapshot is None
+        if not is_complete or self._identity.member in self._record_of(part.vb_id).isr:
             return False
         try:
             asked = resync(self._engine, part, known)

@@ -310,6 +310,16 @@ class Versions:
                         old.add(prev_seqno)
         return old
 
+    def not_dropped_yet(self, part: Partition, first_seqno: int) -> Collection[int]:
+        """Return which seqnos from `first_seqno` to the history floor are superseded there. Raises
+        StoreDamagedError.
+        """
+        record = self.stored_record(part)
+        floor, purge, _ = (record and record.compacted) or (0, 0, 0)
+        if floor >= part.history_floor and purge >= part.purge_seqno:
+            return ()
+        return self.superseded(part.vb_id, first_seqno, part.history_floor)
+
     def count_between(self, part: Partition, start_seqno: int, end_seqno: int) -> int:
         """Return how many versions are in [start, end]. Raises StoreDamagedError."""
         stored_seqno = min(end_seqno, part.merged_seqno)

@@ -35,7 +35,8 @@ from vbucket.model.ids import SEQNO_MAX
 
 class SnapshotWindow(NamedTuple):
     """A de-duplicated snapshot of which a replica has a part. It ends at a history floor of the
-    master, which is committed. `purge` is the master's purge seqno when the part was sent.
+    master, which is committed. `purge` is the master's purge seqno when the part was sent. A part
+    that only its sender can continue has no end yet: `vbucket.engine.resync.UNENDED`.
 
     Invariant: start < end and purge < end.
     """
