@@ -86,6 +86,7 @@ from vbucket.engine.resync import (
     Deletions,
     Resync,
     deletions_for,
+    is_of_now,
     is_small,
     looked_through,
     remaining,
@@ -277,7 +278,7 @@ class ReplicaFeed:
         if history.rollback_seqno is not None:
             return pack_rollback(history.rollback_seqno, shared_seqno)
         try:
-            if asked is not None and asked.purge == part.purge_seqno:
+            if asked is not None and is_of_now(part, asked):
                 found = deletions_for(self._engine, part, seqno, asked)
                 return pack_rollback(0, shared_seqno) if found is None else found
             if is_small(part) and not self._fill.may_look(self._now_ns, looked_through(part)):

@@ -142,14 +142,14 @@ REPLICATION = (
     ),
     Mutation(
         "purge-meanwhile-is-not-told-again",
-        "asked is not None and asked.purge == part.purge_seqno:\n",
-        "asked is not None:\n",
+        "if asked is not None and is_of_now(part, asked):\n",
+        "if asked is not None:\n",
         ("test_purged_replicas",),
     ),
     Mutation(
         "remaining-of-now-not-of-the-floor",
-        "    seqnos.update(before.values())\n    return Remaining",
-        "    return Remaining",
+        "    seqnos.update(before.values())\n    kept = ",
+        "    kept = ",
         ("test_purged_replicas",),
     ),
     Mutation(

@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import sub
+from struct import Struct
 from typing import Final, NamedTuple
 
 import msgspec
@@ -67,6 +68,8 @@ DOCUMENTS_PER_S: Final = 200_000
 """How many a node looks through for its replicas: a fifth of a core."""
 BURST_S: Final = 0.1
 
+_HEAD: Final = Struct(">QQ")
+"""Purge seqno, version."""
 _DELETION: Final = int(Opcode.DCP_DELETION)
 
 
@@ -75,6 +78,8 @@ class Remaining(NamedTuple):
 
     purge: int
     """Its purge seqno."""
+    vb_uuid: int
+    """Its version: what it tells is about this history."""
     seqnos: Collection[int]
     """Of all its documents at its history floor, up to the replica's seqno."""
 
@@ -84,6 +89,8 @@ class Resync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     purge: int
     """As in `Remaining`."""
+    vb_uuid: str
+    """The same, decimal: 64 bits are more than a JSON number holds."""
     keys: list[bytes]
     """Of its documents that are not among the remaining ones."""
 
@@ -105,25 +112,24 @@ class Looks:
 
 
 def pack_remaining(remaining: Remaining) -> bytes:
-    """Return the bytes of `unpack_remaining`: the purge seqno, and the distances of the seqnos."""
+    """Return the bytes of `unpack_remaining`: the seqnos as their distances."""
     seqnos = sorted(remaining.seqnos)
     distances = array("Q", map(sub, seqnos, [0, *seqnos]))
-    return remaining.purge.to_bytes(8, "big") + zlib.compress(_in_order(distances), 1)
+    return _HEAD.pack(remaining.purge, remaining.vb_uuid) + zlib.compress(_in_order(distances), 1)
 
 
 def unpack_remaining(data: bytes) -> Remaining:
     """Return what `pack_remaining` packed. Raises ValueError."""
     decoder = zlib.decompressobj()
     try:
-        plain = decoder.decompress(data[8:], 8 * DOCUMENTS_MAX)
+        plain = decoder.decompress(data[_HEAD.size :], 8 * DOCUMENTS_MAX)
     except zlib.error as error:
         raise ValueError(f"the seqnos that remain cannot be read: {error}") from error
-    if len(data) < 8 or not decoder.eof or len(plain) % 8:
+    if len(data) < _HEAD.size or not decoder.eof or len(plain) % 8:
         raise ValueError("the seqnos that remain are cut short, or too many")
     distances = array("Q", plain)
-    return Remaining(
-        int.from_bytes(data[:8], "big"), set(accumulate(array("Q", _in_order(distances))))
-    )
+    purge, vb_uuid = _HEAD.unpack_from(data)
+    return Remaining(purge, vb_uuid, set(accumulate(array("Q", _in_order(distances)))))
 
 
 def _in_order(numbers: array[int]) -> bytes:
@@ -149,7 +155,8 @@ def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:
     before = engine.versions.first_changes_after(part, part.history_floor)
     seqnos = {each for key, each in _documents(engine, part) if key not in before}
     seqnos.update(before.values())
-    return Remaining(part.purge_seqno, {each for each in seqnos if 0 < each <= seqno})
+    kept = {each for each in seqnos if 0 < each <= seqno}
+    return Remaining(part.purge_seqno, part.vb_uuid, kept)
 
 
 def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
@@ -165,7 +172,12 @@ def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
         if seqno not in known.seqnos and not is_gone(collection_of(key))
     ]
     is_too_much = len(keys) > KEYS_MAX or sum(map(len, keys)) > KEYS_BYTES_MAX
-    return None if is_too_much else Resync(known.purge, keys)
+    return None if is_too_much else Resync(known.purge, str(known.vb_uuid), keys)
+
+
+def is_of_now(part: Partition, asked: Resync) -> bool:
+    """Whether a replica asks about what its master has now: no purge and no branch came between."""
+    return (asked.purge, asked.vb_uuid) == (part.purge_seqno, str(part.vb_uuid))
 
 
 def _documents(engine: Engine, part: Partition) -> Iterator[tuple[bytes, int]]:
@@ -192,9 +204,8 @@ def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) ->
     lost: list[bytes] = []
     for key in asked.keys:
         opcode, known_seqno = newest.get(key, (_DELETION, before.get(key, 0)))
-        if key in before and known_seqno > seqno:
-            entry = versions.entry_at(part, known_seqno)
-            opcode = _DELETION if entry is None else entry[OPCODE_AT]
+        if key in before and known_seqno and (entry := versions.entry_at(part, known_seqno)):
+            opcode = entry[OPCODE_AT]  # another master with a lower floor may still have it
         if opcode == MUTATION or known_seqno > asked.purge or is_gone(collection_of(key)):
             continue
         if known_seqno > seqno:

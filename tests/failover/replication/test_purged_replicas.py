@@ -16,6 +16,7 @@ from failover.replication.messages import pack_rollback, unpack_rollback
 from failover.rules.history import FailoverLog, Version
 from support.replica_pair import VB, Member, ReplicaPair
 from support.stored_bytes import pack_mutation
+from vbucket.engine.leadership import begin_version
 from vbucket.engine.resync import (
     BURST_S,
     DOCUMENTS_PER_S,
@@ -24,7 +25,9 @@ from vbucket.engine.resync import (
     Deletions,
     Looks,
     Remaining,
+    Resync,
     deletions_for,
+    is_of_now,
     pack_remaining,
     remaining,
     resync,
@@ -34,6 +37,7 @@ from vbucket.model.entry import OPCODE_AT, head_of, key_of, seqno_of
 
 KEYS = tuple(b"k%d" % number for number in range(8))
 SECOND_NS = 10**9
+U64 = st.integers(1, 2**64 - 1)
 
 
 def away_pair(*, merged: bool = True, drops: bool = True) -> ReplicaPair:
@@ -133,6 +137,19 @@ def test_a_deletion_that_is_dropped_before_it_is_read_comes() -> None:
     assert not pair.master.node.store.entry(VB, 10)
     pair.follow()
     assert [seqno for _, seqno, _ in applied(pair)] == [9, 10, 11, 12, 13, 14, 15]
+    assert pair.replica.documents() == pair.master.documents()
+    assert pair.replica.core.replica.rollbacks == 0
+
+
+def test_another_version_while_it_asks_is_told_again() -> None:
+    pair = away_pair()
+    step_until(pair, lambda: pair.replica.core.replica._resyncs)
+    before = pair.replica.core.replica._resyncs[VB]
+    pair.cut()
+    begin_version(pair.master.node.engine, VB, pair.master.part.leader_epoch)
+    pair.master.commit()
+    assert not is_of_now(pair.master.part, before)
+    pair.follow()
     assert pair.replica.documents() == pair.master.documents()
     assert pair.replica.core.replica.rollbacks == 0
 
@@ -238,6 +255,18 @@ def test_no_room_for_deletions_is_no_answer() -> None:
     assert deletions_for(engine, part, 10, asked) is None, "only seqno 11 is free"
 
 
+def test_what_a_master_with_a_lower_floor_still_has_stays() -> None:
+    """The replica was told by another master, of a floor that this one has not heard of."""
+    pair = away_pair()
+    pair.set(KEYS[7], value=b"above the floor")
+    engine, part = pair.master.node.engine, pair.master.part
+    asked = Resync(12, "1", [b"\0" + KEYS[7], b"\0" + KEYS[1]])
+    found = deletions_for(engine, part, 8, asked)
+    assert found is not None
+    end = pack_mutation(vb_id=VB, key=b"\0x", value=b"", cas=9, seqno=13, rev_seqno=1)
+    assert [key_of(entry) for entry in found.among(9, [end], 9)] == [b"\0" + KEYS[1], b"\0x"]
+
+
 def test_much_to_look_through_waits_for_its_turn() -> None:
     looks = Looks()
     burst = round(DOCUMENTS_PER_S * BURST_S)
@@ -253,23 +282,23 @@ def test_much_to_look_through_waits_for_its_turn() -> None:
     assert pair.replica.documents() == pair.master.documents()
 
 
-@given(st.sets(st.integers(1, 2**64 - 1)), st.integers(0, 2**64 - 1))
-def test_what_remains_is_packed(seqnos: set[int], purge: int) -> None:
-    known = Remaining(purge, seqnos)
+@given(st.sets(U64), U64, U64)
+def test_what_remains_is_packed(seqnos: set[int], purge: int, vb_uuid: int) -> None:
+    known = Remaining(purge, vb_uuid, seqnos)
     assert unpack_remaining(pack_remaining(known)) == known
     assert unpack_rollback(VB, pack_rollback(0, 7, known)) == (0, 7, known)
     assert unpack_rollback(VB, pack_rollback(0, 7)) == (0, 7, None)
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, -1])
 def test_what_remains_is_checked(cut: int) -> None:
-    data = pack_remaining(Remaining(5, {1, 2, 3}))
+    data = pack_remaining(Remaining(5, 1, {1, 2, 3}))
     with pytest.raises(ValueError, match="remain"):
         unpack_remaining(data[:cut])
 
 
 def test_more_than_may_remain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = pack_remaining(Remaining(5, range(1, 12)))
+    data = pack_remaining(Remaining(5, 1, range(1, 12)))
     monkeypatch.setattr("vbucket.engine.resync.DOCUMENTS_MAX", 10)
     with pytest.raises(ValueError, match="too many"):
         unpack_remaining(data)
