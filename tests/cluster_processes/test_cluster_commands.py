@@ -94,7 +94,7 @@ def test_commands_make_a_cluster_that_survives_a_dead_node(
         rows = [json.loads(line) for line in done(b, "map", "-o", "json").splitlines()]
         assert [row["vb"] for row in rows] == list(range(PARTITIONS))
         assert all(sorted(row["in_sync"]) == ["first", "second"] for row in rows)
-        assert len(a.ask("GET", "/pools/default")["nodes"]) == 2
+        until(lambda: len(a.ask("GET", "/pools/default")["nodes"]) == 2)
         with a.connect() as kv:
             for number in range(100):
                 kv.set(b"k%d" % number, b"v")
