@@ -590,9 +590,11 @@ class SingleNode:
         while seqno <= end:
             batch = self.engine.versions.frames(part.vb_id, seqno, end, bytes(4), (), 1 << 30)
             for frame in batch.frames:
-                seqno, cas = _SEQNO.unpack_from(frame, 24)[0], _SEQNO.unpack_from(frame, 16)[0]
-                entries[seqno] = fingerprint(cas, crc32(frame))
-            changes += map(change_of, batch.frames)
+                change = change_of(frame)
+                changes.append(change)
+                # A replica has purged deletions on any seqnos (vbucket.engine.resync).
+                if not (change.is_deletion and change.seqno <= part.purge_seqno):
+                    entries[change.seqno] = fingerprint(change.cas, crc32(frame))
             seqno = batch.next_seqno
         now_ns = self._world.now_ns
         versions = tuple(part.failover.pairs())

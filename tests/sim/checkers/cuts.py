@@ -79,12 +79,14 @@ def _divided(cut: CutHeld, batches: Iterable[Batch], ledger: Ledger) -> Iterator
 
 
 def _unlike(cut: CutHeld, ledger: Ledger) -> Iterator[str]:
-    """The consumer's documents are those of its positions."""
+    """The consumer's documents are those of its positions. Keys of the default collection are
+    lower-case letters here, and other keys begin with their collection's id.
+    """
     for vb_id, documents in cut.documents.items():
         log, seqno = cut.positions[vb_id]
         state = {key: change.value for key, change in ledger.state(vb_id, log, seqno).items()}
         for key in sorted(state.keys() | documents.keys()):
-            if key[:1].isalpha() and state.get(key) != documents.get(key):
+            if key[:1].islower() and state.get(key) != documents.get(key):
                 yield (
                     f"{_named(cut)}: at seqno {seqno} of vb {vb_id}, {key!r} was"
                     f" {state.get(key)!r}, and the consumer has {documents.get(key)!r}"
