@@ -99,7 +99,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "damage that was mended and comes again is asked for at once": Feature(0, 7),
     "consumers take live changes by a short way, blocks of copies filled anew": Feature(0, 100),
     "who reads from copies goes on at another one where one is damaged": Feature(0, 132),
-    "a replica keeps what it has where deletions are purged": Feature(1, 460),
+    "a replica keeps what it has where deletions are purged": Feature(1, 510),
     "connections without streams have fewer turns": Feature(0, 40),
     "locks that nobody was told of are taken back, their CAS is no document's": Feature(0, 38),
 }

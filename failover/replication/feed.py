@@ -89,6 +89,7 @@ from vbucket.engine.resync import (
     is_of_now,
     is_small,
     looked_through,
+    problem_of,
     remaining,
 )
 from vbucket.model.control import SnapshotWindow
@@ -217,6 +218,8 @@ class ReplicaFeed:
         position = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no partition {request.vb_id} here")
+        if position.resync is not None and (problem := problem_of(position.resync)):
+            raise ReplicationError(f"partition {request.vb_id}: {problem}")
         self._refuse_waiting(request.vb_id)
         answer = self._side.admit(self, request.vb_id, asked, position, request.opaque)
         if answer is None:

@@ -197,7 +197,7 @@ class Progress:
                 )
             changes = found
             if self.deletions and window is not None:
-                changes = list(self.deletions.among(first_seqno, found, part.max_cas))
+                changes = list(self.deletions.among(first_seqno, found))
             if left_out:
                 changes = [each for each in changes if seqno_of(each) not in left_out]
             self.next = first_seqno = last_seqno + 1

@@ -124,7 +124,7 @@ REPLICATION = (
     ),
     Mutation(
         "replica-keeps-purged-documents",
-        "            lost.append(key)\n    if lost:\n",
+        "            lost.append(document)\n    if lost:\n",
         "            pass\n    if lost:\n",
         ("test_purged_replicas",),
     ),
@@ -136,8 +136,8 @@ REPLICATION = (
     ),
     Mutation(
         "deletion-below-a-later-version-is-not-brought",
-        "before = versions.first_changes_after(part, part.history_floor)\n    newest",
-        "before: dict[bytes, int] = {}\n    newest",
+        "before = versions.first_changes_after(part, part.history_floor)\n    keys",
+        "before: dict[bytes, int] = {}\n    keys",
         ("test_purged_replicas",),
     ),
     Mutation(

@@ -44,6 +44,7 @@ from dcp.wire.opcode import Opcode
 from failover.rules.history import FailoverLog
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.loading.bulk import REV_SEQNO_MAX
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import (
     DELETION_ENTRY,
@@ -54,7 +55,7 @@ from vbucket.model.entry import (
     seqno_of,
 )
 from vbucket.model.ids import SEQNO_MAX
-from vbucket.model.manifest import collection_of
+from vbucket.model.manifest import collection_of, decode_leb128
 
 UNENDED: Final = SEQNO_MAX
 """The end of a window whose part cannot be continued by another request."""
@@ -84,6 +85,10 @@ class Remaining(NamedTuple):
     """Of all its documents at its history floor, up to the replica's seqno."""
 
 
+Document = tuple[bytes, int, int]
+"""Key, CAS and revision."""
+
+
 class Resync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a replica asks about."""
 
@@ -91,8 +96,8 @@ class Resync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in `Remaining`."""
     vb_uuid: str
     """The same, decimal: 64 bits are more than a JSON number holds."""
-    keys: list[bytes]
-    """Of its documents that are not among the remaining ones."""
+    documents: list[Document]
+    """Of its documents, those that are not among the remaining ones."""
 
 
 class Looks:
@@ -153,7 +158,7 @@ def looked_through(part: Partition) -> int:
 def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:
     """Return what a replica at a seqno may keep. Raises StoreDamagedError."""
     before = engine.versions.first_changes_after(part, part.history_floor)
-    seqnos = {each for key, each in _documents(engine, part) if key not in before}
+    seqnos = {each for key, _, each, _ in _documents(engine, part) if key not in before}
     seqnos.update(before.values())
     kept = {each for each in seqnos if 0 < each <= seqno}
     return Remaining(part.purge_seqno, part.vb_uuid, kept)
@@ -166,13 +171,22 @@ def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
     if part.item_count > DOCUMENTS_MAX:
         return None
     is_gone = engine.keyspace.manifest.is_gone
-    keys = [
-        key
-        for key, seqno in _documents(engine, part)
+    documents = [
+        (key, cas, rev_seqno)
+        for key, cas, seqno, rev_seqno in _documents(engine, part)
         if seqno not in known.seqnos and not is_gone(collection_of(key))
     ]
-    is_too_much = len(keys) > KEYS_MAX or sum(map(len, keys)) > KEYS_BYTES_MAX
-    return None if is_too_much else Resync(known.purge, str(known.vb_uuid), keys)
+    key_bytes = sum(len(key) for key, _, _ in documents)
+    is_too_much = len(documents) > KEYS_MAX or key_bytes > KEYS_BYTES_MAX
+    return None if is_too_much else Resync(known.purge, str(known.vb_uuid), documents)
+
+
+def problem_of(asked: Resync) -> str:
+    """Return what no replica can ask; "" if there is nothing of it."""
+    for key, cas, rev_seqno in asked.documents:
+        if decode_leb128(key) is None or not (0 <= cas <= SEQNO_MAX and rev_seqno >= 0):
+            return f"no document has the key {key!r}, CAS {cas} and revision {rev_seqno}"
+    return ""
 
 
 def is_of_now(part: Partition, asked: Resync) -> bool:
@@ -180,17 +194,19 @@ def is_of_now(part: Partition, asked: Resync) -> bool:
     return (asked.purge, asked.vb_uuid) == (part.purge_seqno, str(part.vb_uuid))
 
 
-def _documents(engine: Engine, part: Partition) -> Iterator[tuple[bytes, int]]:
-    """Yield key and seqno of all documents of a partition. Raises StoreDamagedError."""
+def _documents(engine: Engine, part: Partition) -> Iterator[tuple[bytes, int, int, int]]:
+    """Yield key, CAS, seqno and revision of all documents of a partition. Raises
+    StoreDamagedError.
+    """
     newest: dict[bytes, bytes] = {}
     for layer in part.layers():
         newest.update(layer.newest)
     for key, entry in newest.items():
         if entry and entry[OPCODE_AT] == MUTATION:
-            yield key, seqno_of(entry)
-    for key, opcode, seqno in engine.versions.stored_keys(part):
+            yield key, *META.unpack_from(entry)[4:]
+    for key, opcode, cas, seqno, rev_seqno in engine.versions.stored_keys(part):
         if opcode == MUTATION and key not in newest:
-            yield key, seqno
+            yield key, cas, seqno, rev_seqno
 
 
 def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) -> Deletions | None:
@@ -199,19 +215,21 @@ def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) ->
     """
     versions, is_gone = engine.versions, engine.keyspace.manifest.is_gone
     before = versions.first_changes_after(part, part.history_floor)
-    newest = versions.newest_of(part, [key for key in asked.keys if key not in before])
-    placed: list[tuple[int, bytes]] = []
-    lost: list[bytes] = []
-    for key in asked.keys:
+    keys = [key for key, _, _ in asked.documents]
+    newest = versions.newest_of(part, [key for key in keys if key not in before])
+    placed: list[tuple[int, Document]] = []
+    lost: list[Document] = []
+    for document in asked.documents:
+        key = document[0]
         opcode, known_seqno = newest.get(key, (_DELETION, before.get(key, 0)))
         if key in before and known_seqno and (entry := versions.entry_at(part, known_seqno)):
             opcode = entry[OPCODE_AT]  # another master with a lower floor may still have it
         if opcode == MUTATION or known_seqno > asked.purge or is_gone(collection_of(key)):
             continue
         if known_seqno > seqno:
-            placed.append((known_seqno, key))
+            placed.append((known_seqno, document))
         else:
-            lost.append(key)
+            lost.append(document)
     if lost:
         taken = engine.versions.count_between(part, seqno + 1, asked.purge)
         if len(lost) > asked.purge - seqno - taken:
@@ -229,55 +247,58 @@ class Deletions:
     def __init__(
         self,
         vb_id: int,
-        placed: Iterable[tuple[int, bytes]],
-        keys: Iterable[bytes],
+        placed: Iterable[tuple[int, Document]],
+        others: Iterable[Document],
         purge: int,
         log: FailoverLog,
     ) -> None:
-        """`placed`: seqno and key, ascending."""
+        """`placed`: each with the seqno of its deletion, ascending."""
         self.purge = purge
         self._vb_id = vb_id
         self._placed = deque(placed)
-        self._keys = deque(keys)
+        self._others = deque(others)
         self._log = log
         self._epoch = 0
         """Of the last entry; epochs do not fall."""
 
     def __bool__(self) -> bool:
         """Whether any are left."""
-        return bool(self._keys or self._placed)
+        return bool(self._others or self._placed)
 
-    def among(self, first_seqno: int, entries: Sequence[bytes], cas: int) -> Iterator[bytes]:
+    def among(self, first_seqno: int, entries: Sequence[bytes]) -> Iterator[bytes]:
         """Yield the next entries of the snapshot, which begin at `first_seqno` or above, and the
-        deletions between them. `cas`: if none of the entries that follow has one.
+        deletions between them.
         """
-        for index, entry in enumerate(entries):
+        for entry in entries:
             seqno = seqno_of(entry)
-            for free_seqno, key in self._between(first_seqno, min(seqno, self.purge + 1)):
-                following = (META.unpack_from(each)[4] for each in entries[index:])
-                yield self._deletion(free_seqno, key, next(filter(None, following), cas))
+            for free_seqno, document in self._between(first_seqno, min(seqno, self.purge + 1)):
+                yield self._deletion(free_seqno, *document)
             yield entry
             if self._placed and self._placed[0][0] == seqno:
                 self._placed.popleft()
             first_seqno, self._epoch = seqno + 1, head_of(entry).epoch
 
-    def _between(self, seqno: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield seqno and key of the deletions in [seqno, end), where nothing else is."""
+    def _between(self, seqno: int, end: int) -> Iterator[tuple[int, Document]]:
+        """Yield the deletions in [seqno, end), where nothing else is."""
         while seqno < end and self:
             next_seqno = self._placed[0][0] if self._placed else end
             if next_seqno == seqno:
                 yield self._placed.popleft()
-            elif self._keys:
-                yield seqno, self._keys.popleft()
+            elif self._others:
+                yield seqno, self._others.popleft()
             else:
                 seqno = next_seqno
                 continue
             seqno += 1
 
-    def _deletion(self, seqno: int, key: bytes, cas: int) -> bytes:
+    def _deletion(self, seqno: int, key: bytes, cas: int, rev_seqno: int) -> bytes:
+        """Return a deletion whose CAS and revision are above the document's, and not above those
+        that the purged one had.
+        """
         self._epoch = max(self._epoch, self._log.epoch_at(seqno))
         head = DELETION_ENTRY.pack(
             0, self._epoch, 0x80, _DELETION, len(key), DELETION_EXTRAS_BYTES, 0, self._vb_id,
-            DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, 1, 0,
+            DELETION_EXTRAS_BYTES + len(key), 0, min(cas + 1, SEQNO_MAX), seqno,
+            min(rev_seqno + 1, REV_SEQNO_MAX), 0,
         )  # fmt: skip
         return head + key

@@ -29,7 +29,7 @@ from vbucket.model.entry import (
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.native.key_hashes import Row, RowForm
 from vbucket.store.hashes import ROWS_AT_ONCE, Tables
-from vbucket.store.key_record import BY_KEY_SEQNO
+from vbucket.store.key_record import BY_KEY_NUMBERS
 from vbucket.store.records import PartitionRecord
 from vbucket.store.runs import (
     CUTS,
@@ -54,7 +54,7 @@ ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
 
 _SYSTEM_KEYS_BEGIN: Final = bytes([SYSTEM_COLLECTION])
 
-_seqno_in: Final = BY_KEY_SEQNO.unpack_from
+_numbers_in: Final = BY_KEY_NUMBERS.unpack_from
 _unpack_prev: Final = PREV_SEQNO.unpack_from
 _unpack_meta: Final = META.unpack_from
 
@@ -377,15 +377,15 @@ class Versions:
         """Return some records of the store, of the keys from `first` on that have a prefix."""
         return self._store.rows(part.vb_id, first, prefix)
 
-    def stored_keys(self, part: Partition) -> Iterator[tuple[bytes, int, int]]:
-        """Yield the keys in the store, each with opcode and seqno of its newest version there.
-        Nothing may be written meanwhile. Raises StoreDamagedError.
+    def stored_keys(self, part: Partition) -> Iterator[tuple[bytes, int, int, int, int]]:
+        """Yield the keys in the store, each with opcode, CAS, seqno and revision of its newest
+        version there. Nothing may be written meanwhile. Raises StoreDamagedError.
         """
         first: bytes | None = b"" if part.merged_seqno else None
         while first is not None:
             rows = self.stored_rows(part, first, b"")
             for full_key, record in rows:
-                yield full_key[2:], record[0], _seqno_in(record)[0]
+                yield full_key[2:], *_numbers_in(record)
             first = rows[-1][0][2:] + b"\0" if len(rows) == ROWS_AT_ONCE else None
 
     def newest_of(self, part: Partition, keys: Collection[bytes]) -> dict[bytes, tuple[int, int]]:
@@ -400,7 +400,7 @@ class Versions:
                 if entry := layer.newest[key]:
                     found[key] = entry[OPCODE_AT], seqno_of(entry)
         for full_key, record in self.stored_rows_of(part, sorted(below)):
-            found[full_key[2:]] = record[0], _seqno_in(record)[0]
+            found[full_key[2:]] = record[0], _numbers_in(record)[2]
         return found
 
     def stored_rows_within(

@@ -21,8 +21,8 @@ from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
 from vbucket.store.environment import StoreDamagedError
 
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
-BY_KEY_SEQNO: Final = Struct(">10xQ")
-"""Only the seqno of a record."""
+BY_KEY_NUMBERS: Final = Struct(">BxQQQ")
+"""Opcode, CAS, seqno and revision of a record."""
 MetaFields = tuple[int, int, int, int, int, int, int, int]
 """The fields of BY_KEY_RECORD."""
 NO_EXPIRY: Final = bytes(4)

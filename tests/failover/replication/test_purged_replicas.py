@@ -29,11 +29,12 @@ from vbucket.engine.resync import (
     deletions_for,
     is_of_now,
     pack_remaining,
+    problem_of,
     remaining,
     resync,
     unpack_remaining,
 )
-from vbucket.model.entry import OPCODE_AT, head_of, key_of, seqno_of
+from vbucket.model.entry import META, OPCODE_AT, head_of, key_of, seqno_of
 
 KEYS = tuple(b"k%d" % number for number in range(8))
 SECOND_NS = 10**9
@@ -248,7 +249,7 @@ def test_no_room_for_deletions_is_no_answer() -> None:
     assert sorted(known.seqnos) == [5, 6, 7, 8]
     asked = resync(pair.replica.node.engine, pair.replica.part, known)
     assert asked is not None
-    assert sorted(asked.keys) == [b"\0" + key for key in KEYS[:4]]
+    assert sorted(key for key, _, _ in asked.documents) == [b"\0" + key for key in KEYS[:4]]
     found = deletions_for(engine, part, 8, asked)
     assert found
     assert not pair.master.node.store.entry(VB, 10), "it is purged"
@@ -260,11 +261,13 @@ def test_what_a_master_with_a_lower_floor_still_has_stays() -> None:
     pair = away_pair()
     pair.set(KEYS[7], value=b"above the floor")
     engine, part = pair.master.node.engine, pair.master.part
-    asked = Resync(12, "1", [b"\0" + KEYS[7], b"\0" + KEYS[1]])
+    asked = Resync(12, "1", [(b"\0" + KEYS[7], 3, 1), (b"\0" + KEYS[1], 4, 2)])
     found = deletions_for(engine, part, 8, asked)
     assert found is not None
     end = pack_mutation(vb_id=VB, key=b"\0x", value=b"", cas=9, seqno=13, rev_seqno=1)
-    assert [key_of(entry) for entry in found.among(9, [end], 9)] == [b"\0" + KEYS[1], b"\0x"]
+    deletion, last = found.among(9, [end])
+    assert (key_of(deletion), last) == (b"\0" + KEYS[1], end)
+    assert META.unpack_from(deletion)[4:] == (5, 9, 3), "CAS and revision follow the document's"
 
 
 def test_much_to_look_through_waits_for_its_turn() -> None:
@@ -280,6 +283,14 @@ def test_much_to_look_through_waits_for_its_turn() -> None:
     pair.follow()
     assert pair.replica.core.replica.rollbacks == 0
     assert pair.replica.documents() == pair.master.documents()
+
+
+@pytest.mark.parametrize(
+    "document", [(b"", 1, 1), (b"\xff", 1, 1), (b"\0k", -1, 1), (b"\0k", 1, -1), (b"\0k", 2**64, 1)]
+)
+def test_what_no_replica_can_ask_is_named(document: tuple[bytes, int, int]) -> None:
+    assert problem_of(Resync(1, "1", [(b"\0k", 0, 0)])) == ""
+    assert f"no document has the key {document[0]!r}" in problem_of(Resync(1, "1", [document]))
 
 
 @given(st.sets(U64), U64, U64)
@@ -318,14 +329,15 @@ def test_deletions_take_their_own_or_free_seqnos(
     placed = {seqno for seqno in placed - others if seqno <= purge and seqno < max(others)}
     own = {seqno: b"\0own%d" % seqno for seqno in sorted(placed)}
     keys = [b"\0%d" % number for number in range(lost)]
-    deletions = Deletions(VB, own.items(), keys, purge, log)
+    placed_ones = [(seqno, (key, 1, 1)) for seqno, key in own.items()]
+    deletions = Deletions(VB, placed_ones, [(key, 1, 1) for key in keys], purge, log)
     stay = {seqno for seqno in placed if not dropped >> (seqno - 1) & 1}
     entries = [
         pack_mutation(vb_id=VB, key=own.get(seqno, b"\0x"), value=b"", cas=seqno, seqno=seqno,
                       rev_seqno=1, epoch=5)
         for seqno in sorted(others | stay)
     ]  # fmt: skip
-    merged = list(deletions.among(1, entries, 99))
+    merged = list(deletions.among(1, entries))
     assert [entry for entry in merged if entry in entries] == entries
     seqnos = [seqno_of(entry) for entry in merged]
     assert seqnos == sorted(set(seqnos))
