@@ -6,6 +6,11 @@ import pytest
 
 from clients.errors import NotFoundError
 from clients.testing import DcpCluster
+from dcp.server.cluster.operators.cluster_status import _held
+from failover.rules.history import FailoverLog
+from vbucket.engine.partition import Partition
+from vbucket.engine.resync import UNENDED
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import vbucket_of
 
 PARTITIONS = 64
@@ -52,3 +57,13 @@ def test_a_node_gets_back_only_what_it_missed() -> None:
                         kv.get(key)
                 else:
                     assert kv.get(key).value == values[key]
+
+
+def test_a_part_without_an_end_is_shown_up_to_the_purge() -> None:
+    part = Partition(0, FailoverLog.create(7))
+    part.incomplete_snapshot = SnapshotWindow(8, UNENDED, 12)
+    assert _held(part).snapshot_upto == 12
+    part.incomplete_snapshot = SnapshotWindow(8, 14, 12)
+    assert _held(part).snapshot_upto == 14
+    part.incomplete_snapshot = None
+    assert _held(part).snapshot_upto is None

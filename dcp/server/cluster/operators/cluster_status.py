@@ -48,12 +48,13 @@ from failover.rules.election import SuspectReport
 from failover.rules.explain import eligibility
 from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import ReplicationRecord
+from vbucket.engine.resync import UNENDED
 from vbucket.model.ids import id_ranges
 
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
     from vbucket.engine.partition import Partition
-
+from vbucket.engine.resync import UNENDED
 
 CUT_AGE_S_MAX: Final = 5.0
 """A node that was left out of cuts because it answered late is asked again after 5 s at most."""
@@ -503,12 +504,15 @@ def explain_partition(replicated: ReplicatedNode, vb_id: int) -> ExplainedPartit
 
 def _held(part: Partition) -> HeldCopy:
     window = part.incomplete_snapshot
+    upto = None if window is None else window.end
+    if window is not None and window.end == UNENDED:
+        upto = window.purge  # so far it is of use to its sender alone
     return HeldCopy(
         state=part.state.name.lower(),
         leader_epoch=part.leader_epoch,
         high_seqno=part.high_seqno,
         persisted_seqno=part.synced_seqno,
         committed_seqno=part.committed_seqno,
-        snapshot_upto=None if window is None else window.end,
+        snapshot_upto=upto,
         failover_log=[KnownVersion.of(version) for version in part.failover.entries],
     )
