@@ -54,7 +54,6 @@ from vbucket.model.ids import id_ranges
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
     from vbucket.engine.partition import Partition
-from vbucket.engine.resync import UNENDED
 
 CUT_AGE_S_MAX: Final = 5.0
 """A node that was left out of cuts because it answered late is asked again after 5 s at most."""
