@@ -183,6 +183,8 @@ def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
 
 def problem_of(asked: Resync) -> str:
     """Return what no replica can ask; "" if there is nothing of it."""
+    if len({key for key, _, _ in asked.documents}) < len(asked.documents):
+        return "a key is named twice"
     for key, cas, rev_seqno in asked.documents:
         if decode_leb128(key) is None or not (0 <= cas <= SEQNO_MAX and rev_seqno >= 0):
             return f"no document has the key {key!r}, CAS {cas} and revision {rev_seqno}"
@@ -219,11 +221,14 @@ def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) ->
     newest = versions.newest_of(part, [key for key in keys if key not in before])
     placed: list[tuple[int, Document]] = []
     lost: list[Document] = []
+    free = asked.purge - seqno
     for document in asked.documents:
         key = document[0]
         opcode, known_seqno = newest.get(key, (_DELETION, before.get(key, 0)))
         if key in before and known_seqno and (entry := versions.entry_at(part, known_seqno)):
             opcode = entry[OPCODE_AT]  # another master with a lower floor may still have it
+        elif key in before and known_seqno > seqno:
+            free -= known_seqno <= asked.purge  # its own, which nothing has any more
         if opcode == MUTATION or known_seqno > asked.purge or is_gone(collection_of(key)):
             continue
         if known_seqno > seqno:
@@ -231,8 +236,8 @@ def deletions_for(engine: Engine, part: Partition, seqno: int, asked: Resync) ->
         else:
             lost.append(document)
     if lost:
-        taken = engine.versions.count_between(part, seqno + 1, asked.purge)
-        if len(lost) > asked.purge - seqno - taken:
+        free -= versions.count_between(part, seqno + 1, asked.purge)
+        if len(lost) > free:
             return None
     return Deletions(part.vb_id, sorted(placed), lost, asked.purge, part.failover)
 

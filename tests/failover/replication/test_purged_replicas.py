@@ -254,6 +254,10 @@ def test_no_room_for_deletions_is_no_answer() -> None:
     assert found
     assert not pair.master.node.store.entry(VB, 10), "it is purged"
     assert deletions_for(engine, part, 10, asked) is None, "only seqno 11 is free"
+    pair.set(KEYS[1], value=b"again")  # its deletion, seqno 10, is still known by its link
+    others = [(b"\0never", 1, 1), (b"\0neither", 1, 1)]
+    asked = Resync(12, asked.vb_uuid, [(b"\0" + KEYS[1], 1, 1), *others])
+    assert deletions_for(engine, part, 8, asked) is None, "only seqno 11 is free"
 
 
 def test_what_a_master_with_a_lower_floor_still_has_stays() -> None:
@@ -291,6 +295,7 @@ def test_much_to_look_through_waits_for_its_turn() -> None:
 def test_what_no_replica_can_ask_is_named(document: tuple[bytes, int, int]) -> None:
     assert problem_of(Resync(1, "1", [(b"\0k", 0, 0)])) == ""
     assert f"no document has the key {document[0]!r}" in problem_of(Resync(1, "1", [document]))
+    assert "twice" in problem_of(Resync(1, "1", [(b"\0k", 1, 1), (b"\0k", 2, 2)]))
 
 
 @given(st.sets(U64), U64, U64)
