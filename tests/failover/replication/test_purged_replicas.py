@@ -254,9 +254,19 @@ def test_no_room_for_deletions_is_no_answer() -> None:
     assert found
     assert not pair.master.node.store.entry(VB, 10), "it is purged"
     assert deletions_for(engine, part, 10, asked) is None, "only seqno 11 is free"
-    pair.set(KEYS[1], value=b"again")  # its deletion, seqno 10, is still known by its link
+
+
+def test_a_deletion_that_is_known_by_a_link_keeps_its_seqno() -> None:
+    pair = away_pair(drops=False)
+    pair.set(KEYS[1], value=b"again")  # it names seqno 10, the deletion, as the version before
+    pair.master.merge()
+    pair.master.compact()
+    assert not pair.master.node.store.entry(VB, 10)
+    engine, part = pair.master.node.engine, pair.master.part
+    asked = Resync(12, str(part.vb_uuid), [(b"\0" + KEYS[1], 1, 1)])
+    assert deletions_for(engine, part, 8, asked)
     others = [(b"\0never", 1, 1), (b"\0neither", 1, 1)]
-    asked = Resync(12, asked.vb_uuid, [(b"\0" + KEYS[1], 1, 1), *others])
+    asked = Resync(12, str(part.vb_uuid), [(b"\0" + KEYS[1], 1, 1), *others])
     assert deletions_for(engine, part, 8, asked) is None, "only seqno 11 is free"
 
 
