@@ -281,12 +281,14 @@ class ReplicaFeed:
         if history.rollback_seqno is not None:
             return pack_rollback(history.rollback_seqno, shared_seqno)
         try:
+            if not is_small(part):
+                return pack_rollback(0, shared_seqno)
+            if not self._fill.may_look(self._now_ns, looked_through(part, asked)):
+                return None
             if asked is not None and is_of_now(part, asked):
                 found = deletions_for(self._engine, part, seqno, asked)
                 return pack_rollback(0, shared_seqno) if found is None else found
-            if is_small(part) and not self._fill.may_look(self._now_ns, looked_through(part)):
-                return None
-            left = remaining(self._engine, part, seqno) if is_small(part) else None
+            left = remaining(self._engine, part, seqno)
         except StoreDamagedError:
             left = None  # what can be read of it tells the damage
         return pack_rollback(0, shared_seqno, left)
@@ -623,7 +625,8 @@ class ReplicaFeed:
         """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
         for vb_id in tuple(self._waiting)[:DECIDED_AT_ONCE]:
-            self.decide_waiting(vb_id)
+            if self._fill.may_look(now_ns, 0):
+                self.decide_waiting(vb_id)
         if self._fill.next_is_due(now_ns):
             self._schedule()
         is_read = not self._out and len(self._questions) < QUESTIONS_MAX

@@ -150,9 +150,10 @@ def is_small(part: Partition) -> bool:
     return looked_through(part) <= DOCUMENTS_MAX
 
 
-def looked_through(part: Partition) -> int:
-    """Return how many documents and changes `remaining` reads."""
-    return part.item_count + part.high_seqno - part.history_floor
+def looked_through(part: Partition, asked: Resync | None = None) -> int:
+    """Return how many documents and changes `remaining` reads, or `deletions_for`."""
+    documents = part.item_count if asked is None else len(asked.documents)
+    return documents + part.high_seqno - part.history_floor
 
 
 def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:

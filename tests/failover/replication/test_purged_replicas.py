@@ -292,7 +292,13 @@ def test_much_to_look_through_waits_for_its_turn() -> None:
     assert not looks.take(SECOND_NS // 20, 1)
     assert looks.take(SECOND_NS, 1)
     pair = away_pair()
-    pair.master.core.master.pace.looks._left = -DOCUMENTS_PER_S / 4
+    looks = pair.master.core.master.pace.looks
+    looks._left = -DOCUMENTS_PER_S / 4
+    step_until(pair, lambda: pair.replica.core.replica._resyncs)
+    looks._left = -DOCUMENTS_PER_S / 4
+    for _ in range(3):
+        pair.step()
+    assert pair.replica.part.incomplete_snapshot is None, "the second request waits, too"
     pair.follow()
     assert pair.replica.core.replica.rollbacks == 0
     assert pair.replica.documents() == pair.master.documents()
