@@ -60,7 +60,7 @@ from vbucket.engine.leadership import (
 )
 from vbucket.engine.partition import BranchRefusedError, Partition
 from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
-from vbucket.engine.resync import UNENDED, Remaining, Resync, resync
+from vbucket.engine.resync import UNENDED, Remaining, Resync, resync_for
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.model.ids import SEQNO_MAX
@@ -538,8 +538,9 @@ class Replica:
         purge = window.purge if window is not None else 0
         versions = versions_of(part.failover)
         number = self._record_of(vb_id).number_of(self._identity.member) or 0
-        resync = self._resyncs.pop(vb_id, None)
-        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor, number, resync)
+        return asked, ReplicaPosition(
+            epoch, versions, purge, part.history_floor, number, self._resyncs.pop(vb_id, None)
+        )
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -615,7 +616,7 @@ class Replica:
         if not is_complete or self._identity.member in self._record_of(part.vb_id).isr:
             return False
         try:
-            asked = resync(self._engine, part, known)
+            asked = resync_for(self._engine, part, known)
         except StoreDamagedError:
             return False  # filled anew, it is not damaged any more
         if asked is not None:

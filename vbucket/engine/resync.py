@@ -28,14 +28,12 @@ sent.
 
 from __future__ import annotations
 
-import sys
 import zlib
-from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import sub
-from struct import Struct
+from struct import Struct, pack, unpack
 from typing import Final, NamedTuple
 
 import msgspec
@@ -119,8 +117,8 @@ class Looks:
 def pack_remaining(remaining: Remaining) -> bytes:
     """Return the bytes of `unpack_remaining`: the seqnos as their distances."""
     seqnos = sorted(remaining.seqnos)
-    distances = array("Q", map(sub, seqnos, [0, *seqnos]))
-    return _HEAD.pack(remaining.purge, remaining.vb_uuid) + zlib.compress(_in_order(distances), 1)
+    distances = pack(f">{len(seqnos)}Q", *map(sub, seqnos, [0, *seqnos]))
+    return _HEAD.pack(remaining.purge, remaining.vb_uuid) + zlib.compress(distances, 1)
 
 
 def unpack_remaining(data: bytes) -> Remaining:
@@ -132,17 +130,8 @@ def unpack_remaining(data: bytes) -> Remaining:
         raise ValueError(f"the seqnos that remain cannot be read: {error}") from error
     if len(data) < _HEAD.size or not decoder.eof or len(plain) % 8:
         raise ValueError("the seqnos that remain are cut short, or too many")
-    distances = array("Q", plain)
     purge, vb_uuid = _HEAD.unpack_from(data)
-    return Remaining(purge, vb_uuid, set(accumulate(array("Q", _in_order(distances)))))
-
-
-def _in_order(numbers: array[int]) -> bytes:
-    """Return numbers as bytes, big-endian, or such bytes' numbers."""
-    if sys.byteorder == "little":
-        numbers = numbers[:]
-        numbers.byteswap()
-    return numbers.tobytes()
+    return Remaining(purge, vb_uuid, set(accumulate(unpack(f">{len(plain) // 8}Q", plain))))
 
 
 def is_small(part: Partition) -> bool:
@@ -165,7 +154,7 @@ def remaining(engine: Engine, part: Partition, seqno: int) -> Remaining:
     return Remaining(part.purge_seqno, part.vb_uuid, kept)
 
 
-def resync(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
+def resync_for(engine: Engine, part: Partition, known: Remaining) -> Resync | None:
     """Return what a replica asks its master about; None: it begins at 0. Raises
     StoreDamagedError.
     """

@@ -55,7 +55,7 @@ which is cheaper for short messages."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
 WATCHED_BYTES: Final = 4096
-"""After a write of that many bytes it is looked soon at what the peer has not read of them."""
+"""A connection that was just sent so many bytes is looked at soon: how much is not read yet?"""
 TLS_READ_BUFFER_BYTES: Final = 64 << 10
 """Encrypted bytes above which nothing more is read from a TLS peer while reading is paused. The
 bytes of one more read come on top."""

@@ -25,10 +25,10 @@ from dcp.session.session import Session
 from dcp.session.text import TextSession
 
 SOON_TICKS: Final = 4
-"""Within so many ticks, a second, a connection has a turn that waits for a commit or is watched."""
+"""A connection that waits for a commit, or is watched, has a turn within so many: a second."""
 LATE_TICKS: Final = 16
-"""The same for each other one: the deadlines of 10,000 may be noticed four seconds late. A turn
-costs what their memory costs to read: 5 % of a core, if each of 10,000 has one a second.
+"""The same for all others: the deadlines of 10,000 may be noticed four seconds late. Mostly, a turn
+costs the reading of a connection's memory: 5 % of a core if each of 10,000 has one a second.
 """
 TURN_MIN: Final = 250
 """Connections that have their turn in a tick, if there are as many."""
