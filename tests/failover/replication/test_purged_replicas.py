@@ -33,6 +33,7 @@ from vbucket.engine.resync import (
     unpack_remaining,
 )
 from vbucket.model.entry import META, OPCODE_AT, head_of, key_of, seqno_of
+from vbucket.store.environment import StoreDamagedError
 
 KEYS = tuple(b"k%d" % number for number in range(8))
 SECOND_NS = 10**9
@@ -207,6 +208,8 @@ def test_a_branch_and_a_purge_go_back_to_the_branch_only() -> None:
     pair.replica.commit()
     pair.lead(pair.master)
     assert part.high_seqno == 9
+    step_until(pair, lambda: pair.replica.core.replica._resyncs)
+    assert part.high_seqno == 8, "where the histories part, and not 0"
     pair.follow()
     assert part.history_floor == 14
     assert pair.replica.documents() == pair.master.documents()
@@ -235,6 +238,25 @@ def test_what_is_too_much_begins_at_0(
 ) -> None:
     pair = away_pair()
     monkeypatch.setattr(where, limit)
+    pair.follow()
+    assert pair.replica.core.replica.rollbacks == 1
+    assert pair.replica.documents() == pair.master.documents()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "failover.replication.feed.remaining",
+        "failover.replication.feed.deletions_for",
+        "failover.replication.replica.resync_for",
+    ],
+)
+def test_damage_begins_at_0(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: object) -> None:
+        raise StoreDamagedError("a record is damaged", VB)
+
+    pair = away_pair()
+    monkeypatch.setattr(where, damaged)
     pair.follow()
     assert pair.replica.core.replica.rollbacks == 1
     assert pair.replica.documents() == pair.master.documents()
