@@ -248,7 +248,9 @@ class SingleNode:
         return False
 
     def refuses(self, why: str) -> None:
-        """See Served."""
+        """See Served. What comes late on a link that a newer one replaced ends it, as it should."""
+        if why.endswith("has a newer link"):
+            return
         self._record.refused.append(f"{self.name} ends the connection of a replica: {why}")
 
     def plans_floors(self, vb_id: int) -> bool:

@@ -20,7 +20,16 @@ from failover.replication.link import DAMAGED_RETRY_NS
 from sim.acts import Acts
 from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
 from sim.checkers import receipts
-from sim.checks import DURING, PROBLEM, Violation, at_the_end, failovers, linear, named
+from sim.checks import (
+    DURING,
+    ONE_MESSAGE_BYTES,
+    PROBLEM,
+    Violation,
+    at_the_end,
+    failovers,
+    linear,
+    named,
+)
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import node_type, planted
 from sim.consumer import SimConsumer
@@ -73,6 +82,8 @@ MENDED_NS = 2 * SECOND
 """What can be proven is mended so long after two passes, at most."""
 CALM_TIMEOUT_NS = 2 * SECOND
 """Timeout of operations once the faults are over: they have no reason to take so long."""
+ONE_MESSAGE_TIMES = 4
+"""Moves have so much more time to end where copies get one change at a time."""
 
 
 class Options(NamedTuple):
@@ -304,7 +315,9 @@ class Simulation:
         self.reader.read_all()
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
-        self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end")
+        # With a message under way at a time, a copy takes a round trip for each change.
+        times = 1 if self.plan.window_bytes > ONE_MESSAGE_BYTES else ONE_MESSAGE_TIMES
+        self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end", times)
         if self.plan.cut_consumers and len(self.machines) > 1:
             for machine in self.machines:
                 machine.clock.set_right()  # a node whose clock is off takes part in no cut
@@ -353,12 +366,14 @@ class Simulation:
         self.reader.read_all()  # it may learn by a timeout that a node is dead
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
 
-    def _wait(self, is_done: Callable[[], bool], problem: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], problem: str, times: int = 1) -> None:
+        """Go on until it is done, for `times` the plan's time of rest at most."""
         world = self.world
-        deadline_ns = world.now_ns + self.plan.rest_ns
+        rest_ns = times * self.plan.rest_ns
+        deadline_ns = world.now_ns + rest_ns
         while not is_done():
             if world.now_ns >= deadline_ns:
-                seconds = self.plan.rest_ns / SECOND
+                seconds = rest_ns / SECOND
                 why = self._why_unserved() or self._cluster.why_unsettled() or self._why_behind()
                 self.facts.problems.append(
                     f"{problem}, {seconds:g} s after the faults and the load"

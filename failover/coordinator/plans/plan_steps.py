@@ -199,14 +199,17 @@ def _surplus(
 
 
 def with_those_in_sync(view: ClusterView, record: ReplicationRecord, chain: Chain) -> Chain:
-    """Return the chain of a partition, for a cancellation with copies in sync beside it while it is
-    shorter than the cluster wants: those of nodes that were down when it was asked for, and came
-    back.
+    """Return the chain of a partition; while it is shorter than the cluster wants, with copies in
+    sync beside it. A cancellation leaves such chains, and a plan that replaces it takes them over:
+    nodes that were down when it was asked for come back, and copies that it gave up join before
+    that is written. Copies of members that are drained are not kept.
     """
-    if view.plan is None or view.plan.content.kind is not PlanKind.CANCEL or view.cluster is None:
+    if view.plan is None or view.cluster is None:
         return chain
     missing = max(0, view.cluster.content.copies - len(chain))
-    in_sync = (each for each in record.copies if each in record.isr and view.stays(each))
+    drained = {each for each, stored in view.members.items() if stored.content.is_drained}
+    staying = (each for each in record.copies if each not in drained and view.stays(each))
+    in_sync = (each for each in staying if each in record.isr)
     return (*chain, *[each for each in in_sync if each not in chain][:missing])
 
 

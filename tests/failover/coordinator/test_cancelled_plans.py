@@ -94,15 +94,21 @@ def test_who_comes_back_into_sync_stays_in_a_cancellation() -> None:
     assert with_those_in_sync(cluster.view, record, chain) == chain, "nobody else runs"
 
 
-def test_other_plans_have_the_chains_that_they_name() -> None:
+def test_plans_that_take_short_chains_over_keep_who_is_in_sync() -> None:
+    """A drain replaces a cancellation: what is drained goes, and nobody else in sync does."""
     cluster = Cluster()
     for txn in _prepared(drain(cluster.view, "n-b", cluster.stamp())).txns:
         cluster.store.apply(cluster.time.now_ns, txn)
     cluster.run(0.05)
-    plan, record = cluster.view.plan, cluster.records()[0]
+    plan = cluster.view.plan
     assert plan is not None
     assert plan.content.kind is PlanKind.DRAIN
-    assert with_those_in_sync(cluster.view, record, record.copies[:1]) == record.copies[:1]
+    record = create("cabd")
+    assert with_those_in_sync(cluster.view, record, ("c",)) == ("c", "a", "d")
+    after = next_record(cluster.view, record, ("c", "a", "d"), ())
+    assert after is not None
+    assert after.copies == ("c", "a", "d")
+    assert with_those_in_sync(cluster.view, shrink(record, "d"), ("c",)) == ("c", "a")
 
 
 def _prepared(answer: Answer) -> Prepared:
