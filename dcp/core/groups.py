@@ -117,7 +117,7 @@ class GroupCycle:
             group = None if self._keyspace.holds_groups else self._keyspace.take_group()
             if group is None:
                 return None
-            rotates = self._keyspace.wants_freeze
+            rotates = self._keyspace.memtables.wants_freeze
             if rotates:
                 self._keyspace.freeze()
             self.job = WriteGroup(group, self._syncs_groups or bool(group.branched), rotates)

@@ -379,7 +379,7 @@ class Pacing:
         if not left_s or not self._is_due:
             self._not_before_s = 0.0
             return
-        room_bytes = max(1, keyspace.room_bytes - keyspace.memtable_bytes_max // RESERVE)
+        room_bytes = max(1, keyspace.memtables.room_bytes - keyspace.memtables.bytes_max // RESERVE)
         pause_s = min(PAUSE_MAX_S, group_bytes * left_s / room_bytes)
         self._not_before_s = max(self._not_before_s, now_s) + pause_s
         self.paused_s += pause_s
@@ -392,8 +392,8 @@ class Pacing:
     @property
     def _is_due(self) -> bool:
         keyspace = self._keyspace
-        held_bytes = keyspace.active_bytes + keyspace.frozen_bytes
-        return held_bytes >= PACED_FROM * keyspace.memtable_bytes_max
+        held_bytes = keyspace.memtables.held_bytes
+        return held_bytes >= PACED_FROM * keyspace.memtables.bytes_max
 
 
 BUSY_MAX: Final = 0.05

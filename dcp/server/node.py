@@ -388,7 +388,7 @@ class Node:
     def _merge_what_is_replayed(self) -> None:
         """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
         format_version = self._storage.node.format_version
-        if self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION:
+        if self.engine.keyspace.memtables.wants_freeze or format_version < STORE_FORMAT_VERSION:
             self.write.groups.begin_merge()
         self.write.committer.kick()
         self.write.backpressure.update()

@@ -13,5 +13,5 @@ from vbucket.engine.keyspace import Keyspace
 def keyspace() -> Keyspace:
     """Return an empty keyspace whose memtables hold `MEMTABLE`."""
     keyspace = MemoryNode().engine.keyspace
-    keyspace.memtable_bytes_max = MEMTABLE
+    keyspace.memtables.bytes_max = MEMTABLE
     return keyspace

@@ -63,7 +63,7 @@ class Server:
     ) -> None:
         self.node = MemoryNode()
         self.engine, self.device = self.node.engine, self.node.device
-        self.engine.keyspace.memtable_bytes_max = memtable_bytes
+        self.engine.keyspace.memtables.bytes_max = memtable_bytes
         self.committed: list[int] = []
         self.told = Told()
         self.told.published = self._commit  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def test_every_live_setting_reaches_its_part(
             assert node.access.logins.limits.connections_per_user_max == 7
             assert node.access.idle_timeout_s == 90
             assert node.engine.item_cache.bytes_max == 2 << 20
-            assert node.engine.keyspace.memtable_bytes_max == 5 << 20
+            assert node.engine.keyspace.memtables.bytes_max == 5 << 20
             assert node.meter.slow.slow_s == 0.005
             assert node.write.backpressure.wait_s == 4
             assert node.write.scrubbing.period_s == 3 * 86400

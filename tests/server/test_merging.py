@@ -114,7 +114,7 @@ class Shell:
         return Process(self.node, start)
 
     def kick(self) -> None:
-        if self.node.engine.keyspace.is_merging or self.asked_again:
+        if self.node.engine.keyspace.memtables.is_merging or self.asked_again:
             return
         self.node.begin_merge()
         self.task = asyncio.ensure_future(self.merging.merge())
@@ -179,7 +179,7 @@ async def resting(shell: Shell) -> Process:
 async def test_resting_merge_hurries_when_the_memtable_is_half_full() -> None:
     shell = Shell(None)
     process = await resting(shell)
-    shell.node.engine.keyspace.memtable_bytes_max = 1
+    shell.node.engine.keyspace.memtables.bytes_max = 1
     await asyncio.wait_for(process.hurried.wait(), 20)
     await shell.task
 
@@ -250,14 +250,14 @@ async def test_full_memtable_is_merged_without_another_write() -> None:
     keyspace = shell.node.engine.keyspace
     await shell.merge_one()
     assert shell.asked_again == 0
-    keyspace.memtable_bytes_max = 1
+    keyspace.memtables.bytes_max = 1
     shell.node.engine.store(SET, 5, b"\0first", b"\0firstv", 0, 0, 0, 0)
     shell.node.begin_merge()
     task = asyncio.ensure_future(shell.merging.merge())
     shell.node.engine.store(SET, 5, b"\0second", b"\0secondv", 0, 0, 0, 0)
     shell.node.commit()
     await task
-    assert keyspace.is_overfull
+    assert keyspace.memtables.is_overfull
     assert shell.asked_again == 1
 
 
@@ -311,7 +311,7 @@ async def test_a_refusal_of_writes_names_trouble_that_came_after_it(
     """A merge takes long, writes are refused for that, and then the disk is full."""
     shell = Shell(FULL, None)
     engine = shell.node.engine
-    monkeypatch.setattr(type(engine.keyspace), "is_overfull", True)
+    monkeypatch.setattr(type(engine.keyspace.memtables), "is_overfull", True)
     pressure = shell.pressure
     pressure.update()
     await until(lambda: pressure.pressure is Pressure.REFUSED)

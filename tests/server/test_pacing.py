@@ -60,12 +60,19 @@ class Run:
         while self.now_s < seconds:
             keyspace = self.keyspace
             if ends_s and self.now_s >= ends_s:
-                keyspace.frozen_bytes, keyspace.is_merging, ends_s = 0, False, 0.0
-            if keyspace.wants_freeze:
-                keyspace.is_merging = True
-                keyspace.frozen_bytes, keyspace.active_bytes = keyspace.active_bytes, 0
+                keyspace.memtables.frozen_bytes, keyspace.memtables.is_merging, ends_s = (
+                    0,
+                    False,
+                    0.0,
+                )
+            if keyspace.memtables.wants_freeze:
+                keyspace.memtables.is_merging = True
+                keyspace.memtables.frozen_bytes, keyspace.memtables.active_bytes = (
+                    keyspace.memtables.active_bytes,
+                    0,
+                )
                 ends_s = self.now_s + self.rates.turn_s + self.rates.merge_s
-            if keyspace.is_overfull:
+            if keyspace.memtables.is_overfull:
                 self.stops += 1
                 self.longest_s = max(self.longest_s, ends_s - self.now_s)
                 self.now_s = ends_s
@@ -75,7 +82,7 @@ class Run:
             self.now_s += pause_s
             left_s = max(0.0, ends_s - self.now_s)
             pacing.taken(self.now_s, GROUP_BYTES, left_s)
-            keyspace.active_bytes += GROUP_BYTES
+            keyspace.memtables.active_bytes += GROUP_BYTES
             self.groups += 1
             self.now_s += self.rates.group_s
 
@@ -94,8 +101,8 @@ def test_nothing_stops_no_pause_is_long_and_the_rate_is_the_same(
 ) -> None:
     paced = Run(rates, keyspace)
     paced.go(60.0, paced=True)
-    keyspace.active_bytes = keyspace.frozen_bytes = 0
-    keyspace.is_merging = False
+    keyspace.memtables.active_bytes = keyspace.memtables.frozen_bytes = 0
+    keyspace.memtables.is_merging = False
     stopping = Run(rates, keyspace)
     stopping.go(60.0, paced=False)
     assert stopping.stops > 10
@@ -107,8 +114,8 @@ def test_nothing_stops_no_pause_is_long_and_the_rate_is_the_same(
 
 def test_with_room_nothing_waits(keyspace: Keyspace) -> None:
     pacing = Pacing(keyspace)
-    keyspace.frozen_bytes = MEMTABLE
-    keyspace.active_bytes = int((PACED_FROM - 1) * MEMTABLE) - 1
+    keyspace.memtables.frozen_bytes = MEMTABLE
+    keyspace.memtables.active_bytes = int((PACED_FROM - 1) * MEMTABLE) - 1
     pacing.taken(1.0, GROUP_BYTES, 5.0)
     assert pacing.pause_s(1.0) == 0.0
 
@@ -122,26 +129,26 @@ def test_merge_is_expected_to_take_somewhat_longer_than_last_one() -> None:
 
 def test_without_a_merge_nothing_waits(keyspace: Keyspace) -> None:
     pacing = Pacing(keyspace)
-    keyspace.active_bytes = MEMTABLE * 19 // 10
+    keyspace.memtables.active_bytes = MEMTABLE * 19 // 10
     pacing.taken(1.0, GROUP_BYTES, 0.0)
     assert pacing.pause_s(1.0) == 0.0
 
 
 def test_a_pause_is_bounded_and_ends_when_there_is_room(keyspace: Keyspace) -> None:
     pacing = Pacing(keyspace)
-    keyspace.frozen_bytes = MEMTABLE
-    keyspace.active_bytes = MEMTABLE - 1
+    keyspace.memtables.frozen_bytes = MEMTABLE
+    keyspace.memtables.active_bytes = MEMTABLE - 1
     pacing.taken(1.0, GROUP_BYTES, 60.0)
     assert pacing.pause_s(1.0) == pytest.approx(PAUSE_MAX_S)
     assert pacing.paused_s == PAUSE_MAX_S
-    keyspace.frozen_bytes = 0
+    keyspace.memtables.frozen_bytes = 0
     assert pacing.pause_s(1.0) == 0.0
 
 
 def test_short_pauses_add_up(keyspace: Keyspace) -> None:
     pacing = Pacing(keyspace)
-    keyspace.frozen_bytes = MEMTABLE
-    keyspace.active_bytes = MEMTABLE // 2
+    keyspace.memtables.frozen_bytes = MEMTABLE
+    keyspace.memtables.active_bytes = MEMTABLE // 2
     pauses = 0.0
     for _ in range(100):
         pacing.taken(1.0, GROUP_BYTES // 100, 1.0)
@@ -209,7 +216,7 @@ async def test_a_server_slows_its_writers_down_while_a_merge_runs(
         for number in range(4):
             assert (await client.ask(set_packet(number))).status == Status.OK
         await until(node.write.merging.left_s)
-        assert node.engine.keyspace.frozen_bytes >= PACED_FROM * (1 << 20)
+        assert node.engine.keyspace.memtables.frozen_bytes >= PACED_FROM * (1 << 20)
         assert await paced_seconds(node) == 0.0, "nothing was written beside it"
         assert (await client.ask(set_packet(4))).status == Status.OK
         assert await paced_seconds(node) > 0.0

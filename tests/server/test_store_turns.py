@@ -171,12 +171,12 @@ class Run:
             pause_s = pacing.pause_s(self.now_s)
             self.longest_s = max(self.longest_s, pause_s)
             self._let_pass(pause_s)
-            if self.keyspace.is_overfull:
+            if self.keyspace.memtables.is_overfull:
                 self.stops += 1
                 self._let_pass(self.rates.group_s)
                 continue
             pacing.taken(self.now_s, GROUP_BYTES, self._merge_left_s())
-            self.keyspace.active_bytes += GROUP_BYTES
+            self.keyspace.memtables.active_bytes += GROUP_BYTES
             self.groups += 1
             self._let_pass(self.rates.group_s)
 
@@ -188,7 +188,7 @@ class Run:
 
     def _merge_left_s(self) -> float:
         """Return what `Merging.left_s` estimates."""
-        if not self.keyspace.is_merging:
+        if not self.keyspace.memtables.is_merging:
             return 0.0
         ahead_s = under_way_s = 0.0
         if self.turn_began_s:
@@ -202,12 +202,15 @@ class Run:
         keyspace, now_s = self.keyspace, self.now_s
         if self.drop_ends_s:
             left = max(0.0, self.drop_ends_s - now_s) / self.rates.drop_s
-            keyspace.frozen_bytes = int(left * MEMTABLE)
+            keyspace.memtables.frozen_bytes = int(left * MEMTABLE)
             if not left:
-                keyspace.is_merging, self.drop_ends_s = False, 0.0
-        if keyspace.wants_freeze:
-            keyspace.is_merging = True
-            keyspace.frozen_bytes, keyspace.active_bytes = keyspace.active_bytes, 0
+                keyspace.memtables.is_merging, self.drop_ends_s = False, 0.0
+        if keyspace.memtables.wants_freeze:
+            keyspace.memtables.is_merging = True
+            keyspace.memtables.frozen_bytes, keyspace.memtables.active_bytes = (
+                keyspace.memtables.active_bytes,
+                0,
+            )
             self.turns.wants(Work.MERGE, now_s)
             self.waits_since_s, self.turn_began_s = now_s, 0.0
         if self.rates.branch_every_s and now_s >= self.next_branch_s:

@@ -185,7 +185,13 @@ def facts(node: MemoryNode) -> list[Any]:
     found += [(layer._buckets, layer._seconds, layer.held) for layer in engine.due.layers()]
     found.append((cache.hits, cache.misses, cache.taken, cache.held_bytes))
     found.append((keyspace.pending, [part.vb_id for part in keyspace.touched], keyspace.group))
-    found.append((keyspace.active_bytes, keyspace.frozen_bytes, keyspace.broken_invariant()))
+    found.append(
+        (
+            keyspace.memtables.active_bytes,
+            keyspace.memtables.frozen_bytes,
+            keyspace.broken_invariant(),
+        )
+    )
     found.append([node.device.read(segment) for segment in node.device.segments()])
     return found
 
@@ -333,7 +339,7 @@ class TwinMachine(RuleBasedStateMachine):
         self.pair.check()
 
     def _is_merging(self) -> bool:
-        return self.pair.nodes[0].engine.keyspace.is_merging
+        return self.pair.nodes[0].engine.keyspace.memtables.is_merging
 
     @precondition(lambda self: not self._is_merging())
     @rule()

@@ -213,10 +213,10 @@ def test_a_merge_due_while_commits_are_held_comes_after_them(node: MemoryNode, p
     peer.set(VB, b"k", b"1")
     node.groups.begin_merge()
     node.commit()
-    assert not node.engine.keyspace.is_merging
+    assert not node.engine.keyspace.memtables.is_merging
     assert peer.ask(Opcode.START_PERSISTENCE).status == Status.OK
     node.commit()
-    assert node.engine.keyspace.is_merging
+    assert node.engine.keyspace.memtables.is_merging
     node.end_merge()
     assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").value == b"1"
 

@@ -547,7 +547,7 @@ class SingleNode:
     def _overdue(self) -> Iterator[str]:
         """Tell which documents are due, though the pager has looked for them."""
         engine, now_s = self.engine, self.clock.wall_ns() // SECOND
-        if not engine.keyspace.has_room or engine.write_refusal:
+        if not engine.keyspace.memtables.has_room or engine.write_refusal:
             return
         if self.scrubber is not None and self.scrubber.may_be_damaged:
             return  # what could not be read is not looked for again until the next merge

@@ -206,7 +206,9 @@ class MemoryNode:
     def begin_merge(self) -> None:
         """Freeze and seal; writes continue."""
         self.commit()
-        if not self.engine.keyspace.is_merging:  # the commit may have begun one that was due
+        if (
+            not self.engine.keyspace.memtables.is_merging
+        ):  # the commit may have begun one that was due
             self.groups.begin_merge()
             self.commit()
 

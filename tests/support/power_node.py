@@ -218,14 +218,14 @@ class Story:
 
     def begin_merge(self) -> None:
         self.commit()
-        if not self.node.engine.keyspace.is_merging:
+        if not self.node.engine.keyspace.memtables.is_merging:
             self.node.groups.begin_merge()
             self.commit()
             self.certain = len(self.pictures) - 1  # what a new segment follows is synced
 
     def end_merge(self) -> None:
         node = self.node
-        if not node.engine.keyspace.is_merging:
+        if not node.engine.keyspace.memtables.is_merging:
             return
         device = node.device
         segments = node.merges.begin(device.segments())

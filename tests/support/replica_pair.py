@@ -121,7 +121,7 @@ class Member:
 
     def merge(self) -> None:
         self.commit()
-        if not self.node.engine.keyspace.is_merging:
+        if not self.node.engine.keyspace.memtables.is_merging:
             self.node.groups.begin_merge()
         self.commit()
         self.node.end_merge()

@@ -245,15 +245,15 @@ def test_memtable_wants_freeze_at_its_size_overfull_at_twice(
         engine.keyspace.group_synced(group)
 
     fill(9_000)
-    assert not engine.keyspace.wants_freeze
+    assert not engine.keyspace.memtables.wants_freeze
     fill(1_000)
-    assert engine.keyspace.wants_freeze
+    assert engine.keyspace.memtables.wants_freeze
     engine.keyspace.freeze()
-    assert not engine.keyspace.wants_freeze, "one merge at a time"
+    assert not engine.keyspace.memtables.wants_freeze, "one merge at a time"
     fill(9_000)
-    assert not engine.keyspace.is_overfull
+    assert not engine.keyspace.memtables.is_overfull
     fill(1_000)
-    assert engine.keyspace.is_overfull
+    assert engine.keyspace.memtables.is_overfull
 
 
 def test_reads_find_every_layer(node: MemoryNode) -> None:

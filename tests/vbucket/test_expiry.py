@@ -219,9 +219,9 @@ def test_slices_are_bounded_and_look_at_each_row_once(
 
 def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pager) -> None:
     put(node, b"\0k", 1)
-    node.engine.keyspace.active_bytes = 128 << 20
+    node.engine.keyspace.memtables.active_bytes = 128 << 20
     assert expired_by(pager, node, 2) == []
-    node.engine.keyspace.active_bytes = 0
+    node.engine.keyspace.memtables.active_bytes = 0
     node.engine.refuse_writes("the disk is full")
     assert expired_by(pager, node, 2) == []
     node.engine.refuse_writes("")
@@ -247,7 +247,7 @@ def test_documents_expire_later_before_writers_have_to_wait(node: MemoryNode) ->
     fill(4_000, START_S + 1)
     assert pager.step(START_NS + SECOND)
     assert pager.expired == 1
-    assert not engine.keyspace.is_overfull, "writers need not wait yet"
+    assert not engine.keyspace.memtables.is_overfull, "writers need not wait yet"
 
 
 def test_damage_is_noted_and_the_others_expire(node: MemoryNode, pager: Pager) -> None:

@@ -139,7 +139,7 @@ class Replica:
         self.changes.settle()
         node.commit()
         if moment in {"frozen", "merged"}:
-            if node.engine.keyspace.is_merging:
+            if node.engine.keyspace.memtables.is_merging:
                 node.end_merge()
             node.begin_merge()
         if moment == "merged":
@@ -160,7 +160,7 @@ class Replica:
             for part in node.engine.partitions
         ]
         found.append((keyspace.pending, [part.vb_id for part in keyspace.touched]))
-        found.append((keyspace.group, keyspace.active_bytes, keyspace.broken_invariant()))
+        found.append((keyspace.group, keyspace.memtables.active_bytes, keyspace.broken_invariant()))
         found.append(sorted(each for held in node.engine.due.active.lists() for each in held))
         found.append(list(self.changes._presumed.presumed.items()))
         found.append([node.device.read(segment) for segment in node.device.segments()])

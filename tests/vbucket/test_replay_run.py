@@ -60,7 +60,7 @@ def state_of(node: LmdbNode) -> list[Any]:
         for part in node.engine.partitions
     ]
     due = sorted(keyspace.due.active.lists(), key=repr)
-    return [parts, keyspace.active_bytes, keyspace.group, due]
+    return [parts, keyspace.memtables.active_bytes, keyspace.group, due]
 
 
 def declare(node: LmdbNode, uid: int, *uids: str) -> None:

@@ -70,12 +70,12 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
             body = key + section + (b"1" if what == "json" else b"W") * value_bytes
             engine.store(SET, VB, key, body, 0, 0, DATATYPES.get(what, 0), 0)
         elif what == "merge":
-            if engine.keyspace.is_merging:
+            if engine.keyspace.memtables.is_merging:
                 node.commit()
                 node.end_merge()
             else:
                 node.merge()
-        elif what == "freeze" and not engine.keyspace.is_merging:
+        elif what == "freeze" and not engine.keyspace.memtables.is_merging:
             node.begin_merge()
         else:
             node.commit()

@@ -186,7 +186,10 @@ async def _store_walk(tracer: Tracer, node: Node, port: int) -> None:
     node.write.committer.kick()
     for _ in range(100):
         await asyncio.sleep(0.1)
-        if not node.engine.keyspace.is_merging and not node.engine.keyspace.active_bytes:
+        if (
+            not node.engine.keyspace.memtables.is_merging
+            and not node.engine.keyspace.memtables.active_bytes
+        ):
             break
     dcp = await Peer.connect(port)
     await dcp.ask(pack_open(b"walk2", OpenFlag.PRODUCER, 1))

@@ -8,8 +8,8 @@ commands on documents with it. The shell drives it like this:
     take_group() -> Group    closes the open group; the shell writes it as one log record
     group_synced(group)      the record is on disk; `vbucket.engine.commits` says what that commits
 
-When `wants_freeze` is true, at a group boundary: freeze(), rotate the log, merge the sealed
-segments into the store, then merged(report), and drop_frozen() in slices.
+When `memtables.wants_freeze` is true, at a group boundary: freeze(), rotate the log, merge the
+sealed segments into the store, then merged(report), and drop_frozen() in slices.
 
 Invariants
 - every change goes into memory and into `pending` together; nothing else reaches the log;
@@ -71,6 +71,92 @@ ROOMY: Final = 1.5
 it never makes them wait, and it need not stop while a memtable is merged."""
 
 
+class Memtables:
+    """How much the layers of all partitions hold, and which commit groups merges bring in.
+
+        active ── freeze ──> frozen ── merged, dropped in slices ──> store
+
+    Invariants: frozen bytes only while a merge runs; `merged_group` never falls.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        """A merge begins when the active layers hold as much."""
+        self.active_bytes = 0
+        self.frozen_bytes = 0
+        """Of the frozen layers that are not dropped yet."""
+        self._frozen_bytes_at_first = 0
+        self.is_merging = False
+        self.merged_group = 0
+        """The last group that a merge of this process has brought into the store."""
+        self._frozen_group = 0
+        """The last group of the merge that runs, or ran last."""
+        self._wanted_group = 0
+        """A merge of the groups up to this one is asked for; 0: none."""
+
+    @property
+    def wants_freeze(self) -> bool:
+        """Whether a merge should begin: the memtable is full or a merge was asked for, and no other
+        merge is running.
+        """
+        is_due = self._wanted_group or self.active_bytes >= self.bytes_max
+        return bool(is_due) and not self.is_merging
+
+    @property
+    def held_bytes(self) -> int:
+        """What all layers hold."""
+        return self.active_bytes + self.frozen_bytes
+
+    @property
+    def has_room(self) -> bool:
+        """Whether background work may write: merging keeps up with the clients."""
+        return self.held_bytes < ROOMY * self.bytes_max
+
+    @property
+    def room_bytes(self) -> int:
+        """How much the memtables may grow before writers must wait; negative if they wait."""
+        return OVERFULL * self.bytes_max - self.held_bytes
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether writers must wait because merging has fallen behind.
+
+        A start after a crash replays all that is not merged, so the limit bounds its time.
+        """
+        return self.room_bytes <= 0
+
+    @property
+    def merging_group(self) -> int:
+        """The group that the merge under way reaches; 0: no merge runs."""
+        return self._frozen_group if self.is_merging else 0
+
+    def want(self, group: int) -> None:
+        """Ask for a merge of all groups up to this one."""
+        self._wanted_group = group
+
+    def freeze(self, group: int) -> None:
+        """A merge of all groups up to this one begins."""
+        assert not self.is_merging
+        self.is_merging = True
+        self._frozen_group = group
+        if self._wanted_group <= group:
+            self._wanted_group = 0
+        self.frozen_bytes = self._frozen_bytes_at_first = self.active_bytes
+        self.active_bytes = 0
+
+    def drop(self, partitions: int, of: int) -> None:
+        """The frozen layers of so many partitions, `of` all, are dropped."""
+        dropped = self._frozen_bytes_at_first * partitions // of
+        self.frozen_bytes = max(0, self.frozen_bytes - dropped)
+
+    def end(self) -> None:
+        """All frozen layers are dropped: the merge is over."""
+        assert self.is_merging
+        self.frozen_bytes = 0
+        self.is_merging = False
+        self.merged_group = self._frozen_group
+
+
 class Keyspace:
     """See the module. The engine reads and writes `pending` and `touched` on its hot path."""
 
@@ -87,7 +173,7 @@ class Keyspace:
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
         self.draws = draws
-        self.memtable_bytes_max = memtable_bytes_max
+        self.memtables = Memtables(memtable_bytes_max)
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
         missing = sorted(set(range(num_vbuckets)) - records.keys())
@@ -119,13 +205,6 @@ class Keyspace:
         self._branched: list[int] = []
         self._restated: list[int] = []
         self.due = DueDocuments()
-        self.active_bytes = 0
-        self.frozen_bytes = 0
-        """Of the frozen layers that are not dropped yet."""
-        self._frozen_bytes_at_first = 0
-        self.is_merging = False
-        self.merged_group = 0
-        """The last group that a merge of this process has brought into the store."""
         self.holds_groups = False
         """Whether no group is taken: a test holds commits."""
         self.loading: set[int] = set()
@@ -134,9 +213,6 @@ class Keyspace:
         """Partitions whose stored data is damaged -> why; merges leave them out."""
         for vb_id, item in store.quarantine().items():
             self._quarantine(vb_id, item.why)
-        self._frozen_group = 0
-        self._merge_wanted_for = 0
-        """A merge of the groups up to this one is asked for; 0: none."""
 
     def apply(self, part: Partition, key: bytes, entry: bytes, seqno: int, documents: int) -> None:
         """Apply a change: put it into the memtable and into the open group. `documents` is how many
@@ -221,7 +297,7 @@ class Keyspace:
             self.manifest if self.manifest_group == self.group else None,
             self._has_control,
         )
-        self.active_bytes += len(payload)
+        self.memtables.active_bytes += len(payload)
         self.pending = []
         self.touched = []
         self._has_control = False
@@ -456,63 +532,31 @@ class Keyspace:
 
     # -- merging -----------------------------------------------------------------------------
 
-    @property
-    def wants_freeze(self) -> bool:
-        """Whether a merge should begin: the memtable is full or a merge was asked for, and no other
-        merge is running.
-        """
-        is_due = self._merge_wanted_for or self.active_bytes >= self.memtable_bytes_max
-        return bool(is_due) and not self.is_merging
-
     def merge_soon(self) -> int:
         """Ask for a merge of all changes so far; return the group it must reach (0: none).
 
         A merge begins at a group boundary. So an empty open group gets an entry without effect.
         """
-        if not (self.pending or self.commits.in_flight or self.active_bytes):
-            return self._frozen_group if self.is_merging else 0
+        if not (self.pending or self.commits.in_flight or self.memtables.active_bytes):
+            return self.memtables.merging_group
         if not self.pending:
             part = self.partitions[0]
             floor, purge = part.history_floor, part.purge_seqno
             self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
-        self._merge_wanted_for = self.group
+        self.memtables.want(self.group)
         return self.group
-
-    @property
-    def has_room(self) -> bool:
-        """Whether background work may write: merging keeps up with the clients."""
-        return self.active_bytes + self.frozen_bytes < ROOMY * self.memtable_bytes_max
-
-    @property
-    def room_bytes(self) -> int:
-        """How much the memtables may grow before writers must wait; negative if they wait."""
-        return OVERFULL * self.memtable_bytes_max - self.active_bytes - self.frozen_bytes
-
-    @property
-    def is_overfull(self) -> bool:
-        """Whether writers must wait because merging has fallen behind.
-
-        A start after a crash replays all that is not merged, so the limit bounds its time.
-        """
-        return self.room_bytes <= 0
 
     def freeze(self) -> None:
         """Set the memtable aside for a merge. Nothing may be pending."""
         assert not self.pending, "a freeze stands at a group boundary"
-        assert not self.is_merging
-        self.is_merging = True
-        self._frozen_group = self.group - 1
-        if self._merge_wanted_for <= self._frozen_group:
-            self._merge_wanted_for = 0
+        self.memtables.freeze(self.group - 1)
         for part in self.partitions:
             part.freeze()
         self.due.freeze()
-        self.frozen_bytes = self._frozen_bytes_at_first = self.active_bytes
-        self.active_bytes = 0
 
     def merged(self, report: MergeReport) -> None:
         """Take note that the store holds what was frozen; reads of it go to the store."""
-        assert self.is_merging
+        assert self.memtables.is_merging
         self._store.refresh()
         for vb_id, seqno in report.high_seqnos.items():
             self.partitions[vb_id].become_merged(seqno)
@@ -536,7 +580,7 @@ class Keyspace:
 
         The slice that ends with the last partition ends the merge.
         """
-        assert self.is_merging
+        assert self.memtables.is_merging
         if first_vb == 0:
             self.item_cache.begin_absorbing()
         for vb_id in range(first_vb, last_vb):
@@ -547,13 +591,10 @@ class Keyspace:
             if part.frozen is not None:
                 self.item_cache.absorb(part, part.frozen.newest)
             part.drop_frozen()
-        dropped = self._frozen_bytes_at_first * (last_vb - first_vb) // self.num_vbuckets
-        self.frozen_bytes = max(0, self.frozen_bytes - dropped)
+        self.memtables.drop(last_vb - first_vb, self.num_vbuckets)
         self.due.drop(-((first_vb - self.num_vbuckets) // (last_vb - first_vb)))
         if last_vb == self.num_vbuckets:
-            self.frozen_bytes = 0
-            self.is_merging = False
-            self.merged_group = self._frozen_group
+            self.memtables.end()
 
     # -- recovery ----------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class AfterCommit(LogEvents):
         if self._commits.waiting:
             self._commits.committed()
         pressure = self._backpressure
-        if pressure.keyspace.is_overfull is (pressure.pressure is Pressure.ROOM):
+        if pressure.keyspace.memtables.is_overfull is (pressure.pressure is Pressure.ROOM):
             pressure.update()  # else it would change nothing, and most groups change nothing
         self._connections.release()
 

@@ -77,7 +77,7 @@ class LiveParts(NamedTuple):
         logins.limits = logins.limits._replace(connections_per_user_max=value)
 
     def _memtable_bytes(self, value: int) -> None:
-        self.engine.keyspace.memtable_bytes_max = value
+        self.engine.keyspace.memtables.bytes_max = value
         self.backpressure.update()
 
     def _item_cache_bytes(self, value: int | None) -> None:

@@ -199,7 +199,7 @@ class Operations:
         while not mending.step(time.time_ns()):
             self._commits.kick()
             await asyncio.sleep(0)
-            while not self._engine.keyspace.has_room:
+            while not self._engine.keyspace.memtables.has_room:
                 self._refuse_while_full()
                 await self._merging.wait(MERGE_WAIT_S)
         await self._commits.until_partition(vb_id)

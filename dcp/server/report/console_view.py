@@ -345,7 +345,7 @@ class ConsoleView:
             Gauge("Log", log_bytes, None, "bytes", "on disk; a merge deletes what it has read"),
             Gauge("Store", store_bytes, None, "bytes", "on disk, with the history"),
             Gauge(
-                "Memtable", keyspace.active_bytes + keyspace.frozen_bytes,
+                "Memtable", keyspace.memtables.held_bytes,
                 OVERFULL * settings.memtable_bytes, "bytes",
                 "changes that are not in the store yet; at the limit writes wait",
             ),

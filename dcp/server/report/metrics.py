@@ -332,7 +332,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        one(lambda of: of.engine.keyspace.active_bytes + of.engine.keyspace.frozen_bytes),
+        one(lambda of: of.engine.keyspace.memtables.held_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
@@ -378,7 +378,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", one(lambda of: of.engine.keyspace.is_merging),
+        "1 while a merge runs.", "1 all the time",
+        one(lambda of: of.engine.keyspace.memtables.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),

@@ -153,7 +153,7 @@ class Sampler:
             self._events.of(engine.streamed_seqnos, elapsed_s),
             *self._answers.quantiles_ms(0.5, 0.99),
             *self._syncs.quantiles_ms(0.5, 0.99),
-            engine.keyspace.active_bytes + engine.keyspace.frozen_bytes,
+            engine.keyspace.memtables.held_bytes,
             resident_bytes(),
             self.consumers.lag_items,
         ]

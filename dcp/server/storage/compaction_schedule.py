@@ -119,9 +119,9 @@ class Compaction:
         more to drop, and every `compact_interval`, because windows move with time.
         """
         while True:
-            if self._engine.keyspace.merged_group == self._planned_group:
+            if self._engine.keyspace.memtables.merged_group == self._planned_group:
                 await self._merging.wait(self.interval_s)
-            self._planned_group = self._engine.keyspace.merged_group
+            self._planned_group = self._engine.keyspace.memtables.merged_group
             try:
                 async with self._turn:
                     await self._go_on()
@@ -181,7 +181,7 @@ class Compaction:
             self._floors.shares = self.kept.shares
             plan = partial(
                 StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
-                inflow_bytes=MERGES_BETWEEN * self._engine.keyspace.memtable_bytes_max,
+                inflow_bytes=MERGES_BETWEEN * self._engine.keyspace.memtables.bytes_max,
                 purge_max=kept, is_forced=is_forced,
             )  # fmt: skip
             report = await self._asked(Work.PLAN, plan)

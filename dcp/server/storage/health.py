@@ -190,7 +190,7 @@ class Backpressure:
 
     def update(self) -> None:
         """Check how full the memtables are now."""
-        is_full = self.keyspace.is_overfull
+        is_full = self.keyspace.memtables.is_overfull
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
             self._engine.let_writers_wait()

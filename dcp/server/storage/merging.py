@@ -129,7 +129,7 @@ class Merging:
         self.count += 1
         for ended in self._watching:
             ended.set()
-        if self._engine.keyspace.wants_freeze:
+        if self._engine.keyspace.memtables.wants_freeze:
             # If writers wait, no group comes that would begin the next merge.
             self._groups.begin_merge()
             self._commits.kick()
@@ -168,13 +168,13 @@ class Merging:
     async def _merge_now(self) -> None:
         engine = self._engine
         group = engine.keyspace.merge_soon()
-        while engine.keyspace.merged_group < group:
+        while engine.keyspace.memtables.merged_group < group:
             self._commits.kick()
             async with self._changed:
                 if self.progress.trouble:
                     raise MergeTroubleError(self.progress.trouble)
                 await self._changed.wait()
-            if engine.keyspace.merged_group < group:
+            if engine.keyspace.memtables.merged_group < group:
                 engine.keyspace.merge_soon()  # that merge had begun before
 
     async def stop(self, timeout_s: float) -> None:
@@ -202,7 +202,11 @@ class Merging:
 
     @property
     def _must_hurry(self) -> bool:
-        return bool(self._callers) or not self._engine.keyspace.has_room or self._queue.is_urgent
+        return (
+            bool(self._callers)
+            or not self._engine.keyspace.memtables.has_room
+            or self._queue.is_urgent
+        )
 
     @contextlib.contextmanager
     def _hurrying(self, process: StoreProcess) -> Iterator[float]:

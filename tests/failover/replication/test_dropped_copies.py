@@ -77,9 +77,9 @@ def test_a_merge_waits_until_no_copy_is_dropped_any_more() -> None:
     cluster.run(LONG)
     assert is_empty(cluster.b)
     cluster.run(REST_NS - 2 * LONG)
-    assert not keyspace.is_merging, "the next partition may be emptied soon"
+    assert not keyspace.memtables.is_merging, "the next partition may be emptied soon"
     cluster.run(2 * LONG)
-    assert keyspace.is_merging
+    assert keyspace.memtables.is_merging
 
 
 def test_merge_comes_after_a_while_although_copies_are_dropped() -> None:
@@ -91,10 +91,10 @@ def test_merge_comes_after_a_while_although_copies_are_dropped() -> None:
     for now_ns in range(0, ROOM_NS, step_ns):
         dropped.note(VB, holds_copy=False)
         dropped.tick(now_ns)
-        assert not keyspace.wants_freeze
+        assert not keyspace.memtables.wants_freeze
     dropped.note(VB, holds_copy=False)
     dropped.tick(ROOM_NS)
-    assert keyspace.wants_freeze
+    assert keyspace.memtables.wants_freeze
 
 
 def test_who_gets_a_copy_again_is_filled_from_the_beginning() -> None:

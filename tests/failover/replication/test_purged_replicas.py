@@ -442,11 +442,11 @@ def test_any_absence_ends_with_what_the_master_has(actions: Collection[tuple[str
     run = AwayRun()
     run.set(1)
     for name, number in actions:
-        if name == "away" and run.pair.replica.node.engine.keyspace.is_merging:
+        if name == "away" and run.pair.replica.node.engine.keyspace.memtables.is_merging:
             run.pair.replica.node.end_merge()
         getattr(run, name)(number)
         run.check()
-    if run.pair.replica.node.engine.keyspace.is_merging:
+    if run.pair.replica.node.engine.keyspace.memtables.is_merging:
         run.pair.replica.node.end_merge()
     run.check_end()
     run.check_promoted()

@@ -85,7 +85,7 @@ class Run:
         """A merge of the replica begins; the next one ends it."""
         replica = self.pair.replica
         replica.commit()
-        if not replica.node.engine.keyspace.is_merging:
+        if not replica.node.engine.keyspace.memtables.is_merging:
             replica.node.groups.begin_merge()
             replica.commit()
 
@@ -196,7 +196,7 @@ def test_any_way_to_the_end(actions: list[tuple[str, int]]) -> None:
     for name, number in actions:
         getattr(run, name)(number)
         run.check()
-    if run.pair.replica.node.engine.keyspace.is_merging:
+    if run.pair.replica.node.engine.keyspace.memtables.is_merging:
         run.pair.replica.node.end_merge()
     run.check_end()
     run.check_promoted()

@@ -53,7 +53,7 @@ class Pager:
         writes have priority.
         """
         engine = self._engine
-        if not engine.keyspace.has_room or engine.write_refusal:
+        if not engine.keyspace.memtables.has_room or engine.write_refusal:
             return True
         engine.begin_batch(now_ns)
         now_s = now_ns // 1_000_000_000

@@ -271,7 +271,7 @@ class Loads:
             and not (part.active.entries or part.active.newest)
             and part.merged_seqno == part.high_seqno == part.committed_seqno == part.synced_seqno
             and part.incomplete_snapshot is None
-            and last_group <= keyspace.merged_group
+            and last_group <= keyspace.memtables.merged_group
         )
 
     def _show(self, part: Partition, report: LoadReport, frames: int) -> None:

@@ -57,7 +57,7 @@ class Replay:
             return
         while at < len(payload):
             reached = run.apply(payload, at, self._presumed.presumed)
-            self._engine.keyspace.active_bytes += reached - at
+            self._engine.keyspace.memtables.active_bytes += reached - at
             at = reached
             if at < len(payload):
                 entry = entry_at(payload, at)
@@ -90,7 +90,7 @@ class Replay:
         partitions = engine.partitions
         for entry in entries:
             head = head_of(entry)
-            engine.keyspace.active_bytes += head.entry_bytes
+            engine.keyspace.memtables.active_bytes += head.entry_bytes
             if head.opcode == LOG_CONTROL:
                 self._presumed.settle()
                 self._apply_control(head.vb_id, control_document(entry))
