@@ -11,6 +11,7 @@ from dcp.server.node import Node
 from support.cluster_here import ClusterHere
 from support.stored_bytes import PAGE_BYTES, layout_of
 from support.waiting import until_so
+from vbucket.store.lmdb.page_sums import PageSums
 from vbucket.upkeep.retention import Windows
 
 KEYS = 1_500
@@ -76,6 +77,29 @@ async def test_damaged_blocks_come_from_other_copies(tmp_path: Path) -> None:
         receipts = [json.loads(line) for line in lines if '"repair"' in line]
         assert len(receipts) == len(pages)
         assert all("node n2" in receipt["how"] for receipt in receipts)
+
+
+async def test_checksums_that_became_wrong_while_a_node_was_down(tmp_path: Path) -> None:
+    """They call sound blocks damaged. The versions of the other copy say that these are right."""
+    async with ClusterHere(tmp_path, partitions=PARTITIONS) as cluster:
+        await two_members(cluster)
+        async with cluster.client("n1") as kv:
+            sets = (kv.set(b"key %d" % number, value_of(number)) for number in range(KEYS))
+            await asyncio.gather(*sets)
+        for node in cluster.nodes.values():
+            await merged(node)
+        await cluster.kill("n2")
+        folder = tmp_path / "n2" / "store"
+        sums = PageSums(folder)
+        pages = random.Random(4).sample(sorted(layout_of(folder)["by_seqno"].large), 5)
+        for page in pages:
+            sums.put(page, (sums.known(page) or 0) ^ 0x01234567)
+        await cluster.start("n2")
+        scrubbing = cluster.nodes["n2"].write.scrubbing
+        scrubbing.start()
+        await until_so(lambda: scrubbing.status.passes == 1)
+        await until_so(lambda: not scrubbing.status.damages)
+        assert scrubbing.status.mended == len(pages)
 
 
 async def test_what_no_copy_can_read_stays_named(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from vbucket.check.mend import (
     REBUILT,
     RELINKED,
     REMEMBERED,
+    SUMMED,
     lacking_in,
     mend,
     put_leaf,
@@ -57,7 +58,7 @@ from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX, LmdbEnv, LmdbPa
 from vbucket.store.lmdb.lmdb_file import PageFile
 from vbucket.store.lmdb.page_mend import PageMender
 from vbucket.store.lmdb.page_scan import PageScan
-from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME, PageSums
 from vbucket.store.lmdb.rows_copy import ROWS_FILE_NAME
 from vbucket.store.records import (
     BY_KEY_TABLE,
@@ -388,6 +389,29 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(
         assert put_versions(mender, key, entries) == FROM_COPY
     file.close()
     assert not bad
+    assert pairs_in(copy, BY_SEQNO_TABLE) == before
+
+
+def test_a_wrong_checksum_is_written_again_where_another_copy_agrees(tmp_path: Path) -> None:
+    """Of a block. An older block under the same key is sound in itself, and stays damaged."""
+    copy = made(tmp_path / "store", (300,), 4000)
+    before = pairs_in(copy, BY_SEQNO_TABLE)
+    page, key = min(layout_of(copy)[BY_SEQNO_TABLE].large.items())
+    sums = PageSums(copy)
+    sums.put(page, (sums.known(page) or 0) ^ 0x5A5A5A5A)
+    entries = Block(key, before[key]).entries()
+    others = [entries[0][:-1] + bytes([entries[0][-1] ^ 1]), *entries[1:]]
+    file = PageFile(copy)
+    with PageMender(file) as mender:
+        bad = mender.bad_page(BY_SEQNO_TABLE, key)
+        assert bad is not None
+        assert bad.number == page
+        for lacking in ([], entries[1:], entries[:-1], others):
+            assert put_versions(mender, key, lacking) == ""
+            assert mender.bad_page(BY_SEQNO_TABLE, key) == bad
+        assert put_versions(mender, key, entries) == SUMMED
+    file.close()
+    assert damages_in(copy) == []
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 

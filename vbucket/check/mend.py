@@ -9,6 +9,7 @@ nothing.
     a branch                          rebuilt from the pages that nothing else leads to
     a block                           from another copy's versions (failover.rules.repair says
                                       which may be taken), byte for byte as its checksums say
+    the checksum of a block's page    these versions make up the bytes that are there
 
 Pure but for the pages: `PageMender` writes them. Who calls it: the store process, for what the
 scrubber finds, and for what a merge meets.
@@ -39,7 +40,7 @@ from vbucket.store.environment import KeptRows, StoreDamagedError
 from vbucket.store.key_record import by_key_items, check_records, checked_meta
 from vbucket.store.lmdb.environment_lmdb import ROW_IN_LEAF_MAX
 from vbucket.store.lmdb.lmdb_pages import BRANCH, MAIN_TABLE
-from vbucket.store.lmdb.page_mend import BadPage, PageMender
+from vbucket.store.lmdb.page_mend import BadPage, PageMender, ValuePlace
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord
 from vbucket.store.store import StoreView
 
@@ -48,6 +49,7 @@ REMEMBERED: Final = "its rows were written as the store process knew them"
 BIT: Final = "one flipped bit was put back, as the checksum says"
 REBUILT: Final = "the records of its keys were rebuilt from the partition's versions"
 FROM_COPY: Final = "versions were taken from another copy, as the checksums say"
+SUMMED: Final = "its checksum was written again: it has the versions of another copy"
 _WHOLE: Final = 1 << 62
 _READ_BYTES: Final = 4 << 20
 _MENDS_MAX: Final = 8
@@ -144,49 +146,62 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     A block whose head is sound takes those of its versions that are damaged, each by its checksum.
     Otherwise, and where the disk cannot read it, the whole block is made of all of its versions,
     and the checksum of its first page, which has the block's checksums, must be the one that is
-    known. The other copy may have versions that this one has given up, and know what they replaced
-    where this one was filled anew. Raises OSError, StoreDamagedError.
+    known; or all of its bytes are those that are there. The other copy may have versions that this
+    one has given up, and know what they replaced where this one was filled anew. Raises OSError,
+    StoreDamagedError.
     """
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     if place is None or place.number is None:  # a small block of a leaf that was mended
         return FROM_COPY if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
-    vb_id, first_seqno = BLOCK_KEY.unpack(key)
+    value = b""
     try:
         value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
         block = Block(key, value)
     except (StoreDamagedError, struct.error):
-        before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
-        is_first = before is None or before[0][:2] != key[:2]
-        seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
-        by_seqno = {seqno_of(entry): entry for entry in entries}
-        own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
-        fits = partial(may_have_size, place.size)
-        left = left_by_compactions(mender, vb_id, own, fits)
-        for taken in chain.from_iterable(map(_as_filled_anew, left)):
-            made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
-            is_like_it = len(made) == 1 and made[0][0] == key and len(made[0][1]) == place.size
-            if is_like_it and mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):
-                break
-        else:
-            return ""
-    else:
-        frames = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
-        pieces = []
-        body = bytes(block.body)
-        for seqno, (start, end), crc in zip(
-            block.seqnos, pairwise((0, *block.ends)), block.frame_crcs, strict=True
-        ):
-            frame = body[start:end]
-            if _crc32c(frame) != crc:
-                frame = frames.get(seqno, b"")
-            pieces.append(frame)
-        if _crc32c(b"".join(pieces)) != block.body_crc:
-            return ""
-        value = value[: place.size - len(body)] + b"".join(pieces)
-        if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
-            return ""
+        return _made_again(mender, key, place, value, entries)
+    frames = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
+    pieces = []
+    body = bytes(block.body)
+    for seqno, (start, end), crc in zip(
+        block.seqnos, pairwise((0, *block.ends)), block.frame_crcs, strict=True
+    ):
+        frame = body[start:end]
+        if _crc32c(frame) != crc:
+            frame = frames.get(seqno, b"")
+        pieces.append(frame)
+    if _crc32c(b"".join(pieces)) != block.body_crc:
+        return ""
+    value = value[: place.size - len(body)] + b"".join(pieces)
+    if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
+        return _made_again(mender, key, place, value, entries)
     is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
     return FROM_COPY if is_sound else ""
+
+
+def _made_again(
+    mender: PageMender, key: bytes, place: ValuePlace, present: bytes, entries: Sequence[bytes]
+) -> str:
+    """Make a whole block of another copy's versions, if it has the checksum that is known then;
+    return how, "" if it has not. Where these versions make up the very bytes that are `present`,
+    it is the checksum that became wrong. Raises OSError, StoreDamagedError.
+    """
+    vb_id, first_seqno = BLOCK_KEY.unpack(key)
+    before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
+    is_first = before is None or before[0][:2] != key[:2]
+    seqno_before = 0 if is_first or before is None else Block(*before).last_seqno
+    by_seqno = {seqno_of(entry): entry for entry in entries}
+    own = [by_seqno[seqno] for seqno in sorted(by_seqno) if seqno >= first_seqno]
+    fits = partial(may_have_size, place.size)
+    left = left_by_compactions(mender, vb_id, own, fits)
+    for taken in chain.from_iterable(map(_as_filled_anew, left)):
+        made = build_blocks(vb_id, taken, seqno_before=seqno_before, body_bytes_target=_WHOLE)
+        if len(made) != 1 or made[0][0] != key or len(made[0][1]) != place.size:
+            continue
+        if mender.put_value(BY_SEQNO_TABLE, key, place, made[0][1]):
+            return FROM_COPY if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
+        if made[0][1] == present and mender.put_sum(BY_SEQNO_TABLE, key, place):
+            return SUMMED if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
+    return ""
 
 
 def _as_filled_anew(entries: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

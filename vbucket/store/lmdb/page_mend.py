@@ -286,6 +286,17 @@ class PageMender(OrphanScan):
                 return True
         return False
 
+    def put_sum(self, table: str, key: bytes, place: ValuePlace) -> bool:
+        """Take the first page of a value, which the caller has proven, for what was written last;
+        return whether it has a checksum. Raises OSError, StoreDamagedError.
+        """
+        assert place.number is not None, "it has pages of its own"
+        if self._sums is None or self._sums.known(place.number) is None:
+            return False
+        self._sums.put(place.number, _crc32c(self._page_of(table, key, place.number, 1)))
+        self._kept.pop(place.number, None)
+        return True
+
     def _put(self, table: str, key: bytes, bad: BadPage, data: bytes) -> bool:
         """Write a page if it is sound with this content."""
         at = bad.number * self._page_bytes
