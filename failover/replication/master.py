@@ -331,7 +331,7 @@ class Master:
         """Let feeds ask their replicas whether this node is still the master, where that is due."""
         silence_ns = self._ran.stretched(SILENCE_NS_MAX)
         for feed in tuple(self.feeds.values()):
-            feed.silence_ns = silence_ns
+            feed.heartbeat.silence_ns = silence_ns
             feed.tick(now_ns)
 
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
@@ -372,7 +372,7 @@ class Master:
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self.pace,
         )  # fmt: skip
-        feed.beat_ns, feed.format = self._settings.beat_ns, chosen
+        feed.heartbeat.beat_ns, feed.format = self._settings.beat_ns, chosen
         self.feeds[peer.member] = feed
         return feed, b"%d" % chosen
 
@@ -511,7 +511,7 @@ class Master:
         """Return who acknowledges late. A member that is filled is not judged meanwhile."""
         delays = {}
         for member, feed in self.feeds.items():
-            if feed.inflights.delays.has_news and feed.is_filling:
+            if feed.inflights.delays.has_news and feed.streams.is_filling:
                 feed.inflights.delays.take(self._now_ns)
             else:
                 delays[member] = feed.inflights.delays

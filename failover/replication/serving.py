@@ -188,7 +188,7 @@ class Serving:
 
     def _note_changes(self) -> None:
         for feed in self._feeds.values():
-            for vb_id in feed.take_changed():
+            for vb_id in feed.streams.changes.take():
                 self.changed(vb_id)
         alive = dict.fromkeys(self._view.alive)
         if alive != self._alive:

@@ -75,8 +75,8 @@ REPLICATION = (
     # -- links between nodes -------------------------------------------------------------------
     Mutation(
         "acknowledgement-of-a-closed-stream",
-        "                if self._progress.get(each.vb_id) is progress:\n",
-        "                if each.vb_id in self._progress:\n",
+        "                if self.streams.progress.get(each.vb_id) is progress:\n",
+        "                if each.vb_id in self.streams.progress:\n",
         ("test_feed", "test_copies"),
     ),
     Mutation(
@@ -191,8 +191,8 @@ REPLICATION = (
     ),
     Mutation(
         "left-behind-and-still-in-step",
-        "        self._replicating.discard(part.vb_id)\n        self._all_replicating = None\n",
-        "        self._replicating.discard(part.vb_id)\n",
+        "        self.replicating.discard(vb_id)\n        self._all_replicating = None\n",
+        "        self.replicating.discard(vb_id)\n",
         ("test_groups",),
     ),
     Mutation(
@@ -209,7 +209,7 @@ REPLICATION = (
     ),
     Mutation(
         "stream-opened-amid-a-group-misses-it",
-        "                progress.become_probe(progress.next)\n",
+        "            progress.become_probe(progress.next)\n",
         "",
         ("test_commit",),
     ),

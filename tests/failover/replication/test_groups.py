@@ -135,7 +135,7 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     put(copies, 1)
     copies.rest()
     feed.window_bytes = 1 << 20
-    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
+    feed.streams.fall_behind(copies.a.engine.partitions[1], ())
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
@@ -154,7 +154,7 @@ def test_copy_fed_by_cursor_is_told_that_its_part_is_committed() -> None:
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
     feed = copies.a.core.master.feeds["c"]
-    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
+    feed.streams.fall_behind(copies.a.engine.partitions[1], ())
     for vb_id in (1, 2):
         put(copies, vb_id)
     copies.a.commit()
