@@ -444,9 +444,9 @@ class Replica:
         self._now_ns = now_ns
         for member, link in self.links.items():
             heard_ns = self._heard_ns.get(member, 0)
-            if link.master_heard_ns > heard_ns:
-                self._note_gap(member, heard_ns, link.master_heard_ns)
-            self._heard_ns[member] = max(heard_ns, link.master_heard_ns)
+            if link.confirmed_ns > heard_ns:
+                self._note_gap(member, heard_ns, link.confirmed_ns)
+            self._heard_ns[member] = max(heard_ns, link.confirmed_ns)
             if link.is_refused:
                 since_ns = now_ns - self._settings.unheard_ns
                 self._heard_ns[member] = min(self._heard_ns[member], since_ns)

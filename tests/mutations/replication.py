@@ -95,7 +95,7 @@ REPLICATION = (
     Mutation(
         "unsynced-message-acknowledged",
         "            unsynced.append((group, number))\n        else:\n",
-        "            self._synced_number = number\n        else:\n",
+        "            self.synced_number = number\n        else:\n",
         ("test_link", "test_copies"),
     ),
     Mutation(

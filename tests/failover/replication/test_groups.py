@@ -482,7 +482,7 @@ def test_changed_byte_closes_the_link_and_applies_nothing() -> None:
 def sent_by_a(copies: Copies, entries: list[bytes], opened: int = 1 << 20) -> None:
     """Let b receive a group of a that a did not make."""
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
-    number = wire.link._number + 1
+    number = wire.link.acks.number + 1
     pieces = pack_group(number, number, opened, (0, 0), share(b"".join(entries)))
     wire.link.receive(b"".join(pieces), copies.now_ns)
 
@@ -522,7 +522,7 @@ def test_commits_of_an_earlier_stream_do_not_count_for_a_later() -> None:
     copies.move()
     copies.b.commit()
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
-    link, number = wire.link, wire.link._number
+    link, number = wire.link, wire.link.acks.number
     copies.b.core.replica.leave(1)
     pieces = pack_group(number + 1, number + 1, 1, (number, number), NOTHING)
     link.receive(b"".join(pieces), copies.now_ns)
