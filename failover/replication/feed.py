@@ -126,8 +126,9 @@ class MasterSide(Protocol):
     def confirmed(self, feed: ReplicaFeed) -> None:
         """A replica has confirmed that this node is the master of what it follows."""
 
-    serves_by: StoreSeen
-    """By which records of the metadata store this node serves all that it masters."""
+    @property
+    def serves_by(self) -> StoreSeen:
+        """By which records of the metadata store this node serves all that it masters."""
 
     def readers_are(self, feed: ReplicaFeed, held: Mapping[int, Held]) -> None:
         """A replica says what the streams that it serves hold now, all of it."""

@@ -371,7 +371,7 @@ class ReplicationCore:
     def time_passes(self, now_ns: int) -> None:
         """Note that the process runs, and send heartbeats that are due."""
         self._ran.tick(now_ns)
-        self.master.beat(now_ns)
+        self.master.followers.beat(now_ns)
         self.master.cuts.tick(now_ns)
 
     def missed(self, now_ns: int, lost_ns: int) -> None:
@@ -456,9 +456,9 @@ class ReplicationCore:
         may_say = self._masters_all and not self._distrusted and view.revision > 0
         seen = StoreSeen(self._session.link, view.revision)
         may_say &= not self.master.serving.has_unserved
-        self.master.note_serving(seen, serves_all=may_say)
+        self.master.departures.note_serving(seen, serves_all=may_say)
         if len(self._sure) < len(self.records):
-            self._note_sure(self.master.serves_by)
+            self._note_sure(self.master.departures.serves_by)
 
     def _note_sure(self, own: StoreSeen) -> None:
         """Note whose master, here or elsewhere, serves by the record that the store has."""
