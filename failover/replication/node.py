@@ -200,7 +200,7 @@ class ReplicationCore:
             self._kept.begin_again(self._era)
             self._sure.clear()
             self._reported = None
-            self.replica.begin_again()
+            self.replica.served_by.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
             self.unproven, self._unproven_ns = set(self.master.masterships), 0
@@ -266,7 +266,7 @@ class ReplicationCore:
         if not is_master(record, self._member, first_epoch):
             if mastership is not None:
                 self.master.step_down(vb_id, f"epoch {record.epoch} has begun")
-                self.replica.confirmed(vb_id, self._now_ns)
+                self.replica.confirmations.note(vb_id, self._now_ns)
             holds_copy = self._member in record.copies
             self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
             self.replica.follow(vb_id, record, self._now_ns)
@@ -468,7 +468,7 @@ class ReplicationCore:
                 continue
             master, revision = stored.content.record.master, stored.item.mod_revision
             is_own = master == self._member and revision <= own_revision
-            if is_own or self.replica.is_served(master, revision):
+            if is_own or self.replica.served_by.has(master, revision):
                 self._sure.add(vb_id)
 
     def _note_followed(self) -> None:
@@ -478,15 +478,15 @@ class ReplicationCore:
         """Mark the replicas whose master is not heard, and end their streams. Nothing is done for
         each partition unless a record or what is heard has changed.
         """
-        following = self.replica
-        self._unheard_from_ns = following.unheard_from_ns
+        heard = self.replica.heard
+        self._unheard_from_ns = heard.unheard_from_ns
         has_new_records = self._followed_masters is None
         if self._followed_masters is None:
             self._followed_masters = {
                 self._record_of(vb_id).master
                 for vb_id in self.records.keys() - self.master.masterships.keys()
             }
-        unheard = frozenset(filter(following.is_unheard, self._followed_masters))
+        unheard = frozenset(filter(heard.is_unheard, self._followed_masters))
         if unheard == self._unheard_masters and not has_new_records:
             return
         self._unheard_masters = unheard

@@ -313,7 +313,8 @@ REPLICATION = (
     ),
     Mutation(
         "confirmation-forgotten-with-the-link",
-        "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
+        "            self.confirmations.note(vb_id, link.confirmed_ns)\n"
+        "            link.leave(vb_id)\n",
         "            link.leave(vb_id)\n",
         ("test_replica",),
     ),

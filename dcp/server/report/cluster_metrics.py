@@ -137,7 +137,7 @@ def _lag_bytes(of: MetricSources, member: str, lag: _Lag) -> float:
 
 def _missed_beats(of: MetricSources) -> Samples:
     view, replica = _cluster(of).session.view, _cluster(of).core.replica
-    return [((name_of(view, each),), count) for each, count in replica.missed_beats().items()]
+    return [((name_of(view, each),), count) for each, count in replica.heard.missed_beats().items()]
 
 
 def _moves_left(of: MetricSources) -> float:
