@@ -344,8 +344,8 @@ REPLICATION = (
     ),
     Mutation(
         "replica-of-a-stopped-process-answers",
-        "        if now_ns >= self._unheard_from_ns:\n",
-        "        if now_ns < self._unheard_from_ns:\n",
+        "        if now_ns >= self._unheard.next_ns:\n",
+        "        if now_ns < self._unheard.next_ns:\n",
         ("test_node",),
     ),
     Mutation(
