@@ -220,7 +220,7 @@ CLUSTER_METRICS: Final[tuple[MetricSpec, ...]] = (
         "Renewals of this node's lease in the metadata store that left less than a third of its"
         " time, and leases that ran out.",
         "rising: the metadata store is slow, or this node gets too little of a processor",
-        one(lambda of: _cluster(of).session.membership.late_renewals),
+        one(lambda of: _cluster(of).session.membership.renewals.late),
     ),
     MetricSpec(
         "dcpd_metadata_store_seconds", "histogram", "seconds", (),
