@@ -1,9 +1,9 @@
 """The master's side of a replication link: what one replica's node gets. Sans-IO.
 
-Of each partition that the replica follows there is a `Progress`. A commit group goes as one message
-if all of its partitions that the replica follows are in state REPLICATE (`send_group`), and section
-by section otherwise (`group_synced`). With a group nothing is done for each partition:
-acknowledgements and high watermarks come and go by number.
+Of each partition that the replica follows there is a `Progress` (`FedStreams`). A commit group goes
+as one message if all of its partitions that the replica follows are in state REPLICATE
+(`send_group`), and section by section otherwise (`group_synced`). With a group nothing is done for
+each partition: acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
 to the floor as a snapshot: its seqnos have gaps, and it is of use only when it is complete. The
@@ -42,7 +42,7 @@ from dcp.wire.message import (
     parse_stream_request,
 )
 from dcp.wire.status import Status
-from failover.replication.group import Group
+from failover.replication.group import Group, StreamChanges
 from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
     FORMAT,
@@ -63,12 +63,12 @@ from failover.replication.messages import (
 )
 from failover.replication.pace import FillPace, LinkFill
 from failover.replication.progress import (
+    BEAT_NS,
     NEVER,
     QUESTIONS_MAX,
     RECORD_BYTES,
+    SILENCE_NS_MAX,
     Announcements,
-    FedStreams,
-    Heartbeat,
     Inflight,
     InflightGroup,
     Inflights,
@@ -93,6 +93,7 @@ from vbucket.engine.resync import (
     remaining,
 )
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
 DECIDED_AT_ONCE: Final = 64
@@ -138,6 +139,154 @@ class MasterSide(Protocol):
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """The link is gone."""
+
+
+class FedStreams:
+    """The streams that are open on one link, and what of them goes in groups.
+
+    Invariants
+    - what is in state REPLICATE (`replicating`) is open, and so is what has a match in groups;
+    - `changes` has every partition whose stream was opened, closed or ended: what was sent before
+      is not for its next stream.
+    """
+
+    def __init__(self) -> None:
+        self.progress: dict[int, Progress] = {}
+        self.replicating: set[int] = set()
+        self.changes = StreamChanges()
+        """Of streams that are opened, closed or ended."""
+        self.newest_opaque = 0
+        """Of the stream requests that were answered OK."""
+        self._all_replicating: frozenset[int] | None = None
+        """The partitions that this node masters, if it is known that all are in `replicating`."""
+        self._match: dict[int, int] = {}
+        """Partition -> what the replica has acknowledged of it in groups."""
+        self._begun_revision = 0
+        """That of `changes` when the last group was sent that was not synced yet."""
+
+    def open(self, vb_id: int, progress: Progress) -> None:
+        """Open a partition's stream; the one before is over."""
+        self.drop(vb_id)
+        self.progress[vb_id] = progress
+        self.newest_opaque = max(self.newest_opaque, progress.opaque)
+
+    def drop(self, vb_id: int) -> Progress | None:
+        """Close a partition's stream; return what it was. None: there was none."""
+        self.changes.note(vb_id)
+        self._stop_replicating(vb_id)
+        self._match.pop(vb_id, None)
+        return self.progress.pop(vb_id, None)
+
+    def close(self) -> None:
+        """The link is gone."""
+        for vb_id in self.progress:
+            self.changes.note(vb_id)
+        self.progress.clear()
+        self.replicating.clear()
+        self._all_replicating = None
+        self._match.clear()
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
+        return any(progress.is_filling for progress in self.progress.values())
+
+    # -- state REPLICATE ---------------------------------------------------------------------------
+
+    def replicates_all(self, mastered: frozenset[int]) -> bool:
+        """Whether all partitions that this node masters are in state REPLICATE."""
+        if self._all_replicating is not mastered and mastered <= self.replicating:
+            self._all_replicating = mastered
+        return self._all_replicating is mastered
+
+    def become_replicate(self, vb_id: int) -> None:
+        """Send a partition in group messages: it has caught up."""
+        self.progress[vb_id].become_replicate()
+        self.replicating.add(vb_id)
+
+    def _stop_replicating(self, vb_id: int) -> None:
+        self.replicating.discard(vb_id)
+        self._all_replicating = None
+
+    def fall_behind(self, part: Partition, entries: Sequence[bytes]) -> None:
+        """Send these entries of a synced group, and later ones, from the partition's cursor."""
+        self._stop_replicating(part.vb_id)
+        first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
+        next_seqno = part.synced_seqno + 1 if first is None else seqno_of(first)
+        self.progress[part.vb_id].become_probe(next_seqno)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def replicates_begun(self, group: Group) -> bool:
+        """A group may be sent before it is synced here: return whether all that the replica follows
+        of it is in state REPLICATE.
+        """
+        self._begun_revision = self.changes.revision
+        if self.replicates_all(group.mastered):
+            return True
+        return group.seqnos.keys() & self.progress.keys() <= self.replicating
+
+    def begun_synced(self) -> set[int] | None:
+        """The last group of `replicates_begun` is synced. It is not for streams that were opened
+        since, and those may have read all that was synced before: return those, which read on. All
+        of them, as partitions may have been excluded from the group meanwhile. None: no stream was
+        opened, closed or ended.
+        """
+        if self._begun_revision == self.changes.revision:
+            return None
+        opened = self.changes.since(self._begun_revision) & self.progress.keys()
+        for vb_id in opened:
+            self._stop_replicating(vb_id)
+            progress = self.progress[vb_id]
+            progress.become_probe(progress.next)
+        return opened
+
+    def acknowledged(self, number: int, sent: InflightGroup) -> dict[int, Match]:
+        """Take note that a group is acknowledged, which went in the message of this number; return
+        what of it goes one by one.
+        """
+        if sent.streams_revision == self.changes.revision:
+            self._match.update(sent.seqnos)
+            return {}
+        changed = self.changes.since(sent.streams_revision)
+        sent.group.exclude(changed)
+        found: dict[int, Match] = {}
+        for vb_id, seqno in sent.seqnos.items():
+            if vb_id not in changed:
+                self._match[vb_id] = seqno
+                continue
+            progress = self.progress.get(vb_id)
+            if progress is not None and progress.opened_number < number:
+                found[vb_id] = Match(vb_id, progress.epoch, seqno)
+        return found
+
+    def group_match(self, vb_id: int) -> tuple[int, int] | None:
+        """Return leader epoch and seqno up to which the replica has acknowledged a partition in
+        groups; None: nothing.
+        """
+        seqno = self._match.get(vb_id)
+        return None if seqno is None else (self.progress[vb_id].epoch, seqno)
+
+
+class Heartbeat:
+    """When a master asks a replica without anything else to send, and whether it hears it."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.heard_ns = self._next_ns = now_ns
+        self.beat_ns = BEAT_NS
+        self.silence_ns = SILENCE_NS_MAX
+        """A replica that was not heard for so long is disconnected."""
+
+    def take_due(self, now_ns: int) -> bool:
+        """Return whether a heartbeat is due; it is sent then."""
+        is_due = now_ns >= self._next_ns
+        if is_due:
+            self._next_ns = now_ns + self.beat_ns
+        return is_due
+
+    def is_silent(self, now_ns: int) -> bool:
+        """Whether the replica is to be disconnected."""
+        return now_ns - self.heard_ns >= self.silence_ns
 
 
 class ReplicaFeed:

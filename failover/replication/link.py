@@ -159,7 +159,8 @@ class Acks:
     - no confirmation waits if none was sent for CONFIRM_NS, or if a stream was opened since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, side: ReplicaSide) -> None:
+        self._side = side
         self.number = 0
         """The last message that was applied."""
         self.synced_number = 0
@@ -206,18 +207,18 @@ class Acks:
         while unsynced and unsynced[0][0] <= group:
             self.synced_number = unsynced.popleft()[1]
 
-    def take(self, seen: StoreSeen) -> bytes | None:
+    def take(self, *, may_send: bool) -> bytes | None:
         """Return the acknowledgement to send; None: the master knows all that it would say."""
-        ack = self.synced_number, self._question, seen
-        if ack == self._sent:
+        ack = self.synced_number, self._question, self._side.store_seen()
+        if ack == self._sent or not may_send:
             return None
         self._sent = ack
         return pack_ack(*ack)
 
-    def take_held(self, seen: StoreSeen, held: bytes) -> bytes:
+    def take_held(self, held: bytes) -> bytes:
         """Return an acknowledgement that says what the streams hold that are served here."""
         self.held = held
-        self._sent = self.synced_number, self._question, seen
+        self._sent = self.synced_number, self._question, self._side.store_seen()
         return pack_ack(*self._sent, held)
 
 
@@ -337,7 +338,7 @@ class ReplicaLink:
         self._asked: dict[int, int] = {}
         """Opaque of a request that is not answered -> its partition."""
         self._next_opaque = 0
-        self.acks = Acks()
+        self.acks = Acks(side)
         self._master = greeting.master
         self._format = greeting.format
         """The newest that it offers, and from the answer on the one that both speak."""
@@ -436,7 +437,7 @@ class ReplicaLink:
         if self.state is LinkState.READY and self._format >= HELD_FORMAT:
             packed = pack_held(held)
             if packed != self.acks.held:
-                self._out.append(self.acks.take_held(self._side.store_seen(), packed))
+                self._out.append(self.acks.take_held(packed))
 
     def tick(self, now_ns: int, silence_ns: int = HEARD_NS_MAX) -> None:
         """Let time pass; monotonic nanoseconds. `silence_ns`: how long the node may say nothing."""
@@ -690,8 +691,8 @@ class ReplicaLink:
             self._side.committed(seqnos, is_synced=last <= self.acks.synced_number)
 
     def _acknowledge(self) -> None:
-        seen = self._side.store_seen()
-        if self.state is LinkState.READY and (ack := self.acks.take(seen)) is not None:
+        ack = self.acks.take(may_send=self.state is LinkState.READY)
+        if ack is not None:
             self._out.append(ack)
 
 
