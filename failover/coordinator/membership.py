@@ -144,6 +144,58 @@ class MembershipState(Enum):
 _OVER: Final = frozenset({MembershipState.REFUSED, MembershipState.REPLACED, MembershipState.LEFT})
 
 
+class Renewals:
+    """How a lease is kept, and whether the store may still hold it by this node's own clock: the
+    module has the invariants.
+    """
+
+    def __init__(self, keep_alive_ns: int) -> None:
+        """`keep_alive_ns`: the lease is to be renewed so often."""
+        self.keep_alive_ns: Final = keep_alive_ns
+        self.late = 0
+        """How often a renewal was answered after LATE_RENEWALS times its interval, or not at
+        all."""
+        self._ran: RanTime | None = None
+        """From the first tick on."""
+        self._kept_ns = 0
+        """When the last grant or keep-alive that was answered was asked for."""
+        self._ttl_ns = 0
+        self._keeping: dict[Tag, int] = {}
+        """Keep-alives of the present lease without an answer, and when they were asked for."""
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: this process runs."""
+        self._ran = self._ran or RanTime(now_ns)
+        self._ran.tick(now_ns)
+
+    def has_lapsed(self, now_ns: int) -> bool:
+        """Whether the lease may have run out."""
+        assert self._ran is not None
+        return now_ns - self._kept_ns - self._ran.lost_since(self._kept_ns) >= self._ttl_ns
+
+    def asked(self, tag: Tag, now_ns: int) -> None:
+        """A keep-alive is asked for."""
+        self._keeping[tag] = now_ns
+
+    def answered(self, tag: Tag, now_ns: int) -> None:
+        """A grant or a keep-alive was answered, perhaps late."""
+        asked_ns = self._keeping.get(tag)
+        if asked_ns is not None:
+            self.late += now_ns - self._kept_ns > LATE_RENEWALS * self.keep_alive_ns
+            self._kept_ns = max(self._kept_ns, asked_ns)
+            self._keeping = {each: ns for each, ns in self._keeping.items() if ns > asked_ns}
+
+    def kept(self, asked_ns: int, ttl_ns: int) -> None:
+        """The lease holds for its whole time from when this was asked for."""
+        self._ttl_ns = ttl_ns
+        self._kept_ns = max(self._kept_ns, asked_ns)
+
+    def lost(self) -> None:
+        """The lease is over, or may be."""
+        self._keeping.clear()
+        self.late += 1
+
+
 class Membership:
     """See the module. `incarnation` grows with every start of this member's process."""
 
@@ -170,7 +222,7 @@ class Membership:
         member."""
         self._lease_s: Final = lease_s
         self.lease_ns: Final = lease_s * _NS_PER_S
-        self._keep_alive_ns: Final = self.lease_ns // RENEWALS
+        self.renewals: Final = Renewals(self.lease_ns // RENEWALS)
         self._cluster_keys: Final = keys
         self._key: Final = keys.of_member(KeyKind.ALIVE, member)
         self._facts = ProcessFacts()
@@ -178,16 +230,6 @@ class Membership:
         """The mod revision that each key has, as far as this process has read."""
         self._blocked_since_ns = 0
         """Since when another process has one of the keys; 0: none has."""
-        self._ran: RanTime | None = None
-        """From the first tick on."""
-        self._kept_ns = 0
-        """When the last grant or keep-alive that was answered was asked for."""
-        self._ttl_ns = 0
-        self._keeping: dict[Tag, int] = {}
-        """Keep-alives of the present lease without an answer, and when they were asked for."""
-        self.late_renewals = 0
-        """How often a renewal was answered after LATE_RENEWALS times its interval, or not at
-        all."""
         self._asked_ns = 0
         self._next_ns = 0
         self.written_revision = 0
@@ -217,12 +259,12 @@ class Membership:
         if self.state in _OVER:
             return []
         if isinstance(event, Answered) and isinstance(event.result, LeaseResult):
-            self._note_kept(now_ns, event.tag)
+            self.renewals.answered(event.tag, now_ns)
         effects: list[MembershipEffect] = []
         if isinstance(event, Tick):
-            self._ran = self._ran or RanTime(now_ns)
-            self._ran.tick(now_ns)
-            effects = self._check_lapse(now_ns)
+            self.renewals.tick(now_ns)
+            if self.lease_id and self.renewals.has_lapsed(now_ns):
+                effects = self._lose(now_ns, "it was not renewed in time")
             if now_ns >= self._next_ns and self.may_register:
                 effects.append(self._ask(now_ns))
         elif isinstance(event, Answered) and event.tag == self._tag and self._is_waiting:
@@ -268,26 +310,8 @@ class Membership:
             return self._replaced(own.content)
         return []
 
-    def _check_lapse(self, now_ns: int) -> list[MembershipEffect]:
-        if not self.lease_id:
-            return []
-        assert self._ran is not None
-        ran_ns = now_ns - self._kept_ns - self._ran.lost_since(self._kept_ns)
-        if ran_ns < self._ttl_ns:
-            return []
-        return self._lose(now_ns, "it was not renewed in time")
-
-    def _note_kept(self, now_ns: int, tag: Tag) -> None:
-        """A keep-alive of the present lease was answered, perhaps late."""
-        asked_ns = self._keeping.get(tag)
-        if asked_ns is not None:
-            self.late_renewals += now_ns - self._kept_ns > LATE_RENEWALS * self._keep_alive_ns
-            self._kept_ns = max(self._kept_ns, asked_ns)
-            self._keeping = {each: ns for each, ns in self._keeping.items() if ns > asked_ns}
-
     def _lose(self, now_ns: int, why: str) -> list[MembershipEffect]:
-        self._keeping.clear()
-        self.late_renewals += 1
+        self.renewals.lost()
         text = f"cluster: lease {self.lease_id} of member {self.member} is over: {why}"
         self.state = MembershipState.ABSENT
         self.lease_id = 0
@@ -302,7 +326,7 @@ class Membership:
         self._next_ns = now_ns + ANSWER_NS_MAX
         request = self._request()
         if isinstance(request, LeaseKeepAlive):
-            self._keeping[self._tag] = now_ns
+            self.renewals.asked(self._tag, now_ns)
         return Submit(self._tag, request)
 
     def _request(self) -> StoreRequest:
@@ -330,13 +354,12 @@ class Membership:
     def _answered(self, now_ns: int, result: StoreResult) -> list[MembershipEffect]:
         if isinstance(result, LeaseResult):
             self.lease_id = result.lease_id
-            self._ttl_ns = result.ttl_s * _NS_PER_S
-            self._kept_ns = max(self._kept_ns, self._asked_ns)
+            self.renewals.kept(self._asked_ns, result.ttl_s * _NS_PER_S)
             if self.state is MembershipState.ABSENT:
                 self.state = MembershipState.ANNOUNCING
                 self._next_ns = now_ns
                 return [self._ask(now_ns)]
-            self._next_ns = self._asked_ns + self._keep_alive_ns
+            self._next_ns = self._asked_ns + self.renewals.keep_alive_ns
             return []
         if isinstance(result, TxnResult):
             return self._announced(now_ns, result)
@@ -385,7 +408,7 @@ class Membership:
         self.has_registered = True
         self.written_revision = revision
         self._blocked_since_ns = 0
-        self._next_ns = self._asked_ns + self._keep_alive_ns
+        self._next_ns = self._asked_ns + self.renewals.keep_alive_ns
         return []
 
     def _blocked(self, now_ns: int, item: KeyValue, holder: AliveRecord) -> list[MembershipEffect]:

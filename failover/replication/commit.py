@@ -377,5 +377,5 @@ class HighWatermarks:
     def note_acknowledged(self, mastership: Mastership) -> None:
         """Let a mastership know what replicas have acknowledged in groups."""
         for feed in self._feeds.values():
-            if given := feed.group_match(mastership.part.vb_id):
+            if given := feed.streams.group_match(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)

@@ -1,9 +1,9 @@
 """The master's side of a replication link: what one replica's node gets. Sans-IO.
 
-Of each partition that the replica follows there is a `Progress`. A commit group goes as one message
-if all of its partitions that the replica follows are in state REPLICATE (`send_group`), and section
-by section otherwise (`group_synced`). With a group nothing is done for each partition:
-acknowledgements and high watermarks come and go by number.
+Of each partition that the replica follows there is a `Progress` (`FedStreams`). A commit group goes
+as one message if all of its partitions that the replica follows are in state REPLICATE
+(`send_group`), and section by section otherwise (`group_synced`). With a group nothing is done for
+each partition: acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
 to the floor as a snapshot: its seqnos have gaps, and it is of use only when it is complete. The
@@ -127,8 +127,9 @@ class MasterSide(Protocol):
     def confirmed(self, feed: ReplicaFeed) -> None:
         """A replica has confirmed that this node is the master of what it follows."""
 
-    serves_by: StoreSeen
-    """By which records of the metadata store this node serves all that it masters."""
+    @property
+    def serves_by(self) -> StoreSeen:
+        """By which records of the metadata store this node serves all that it masters."""
 
     def readers_are(self, feed: ReplicaFeed, held: Mapping[int, Held]) -> None:
         """A replica says what the streams that it serves hold now, all of it."""
@@ -138,6 +139,154 @@ class MasterSide(Protocol):
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """The link is gone."""
+
+
+class FedStreams:
+    """The streams that are open on one link, and what of them goes in groups.
+
+    Invariants
+    - what is in state REPLICATE (`replicating`) is open, and so is what has a match in groups;
+    - `changes` has every partition whose stream was opened, closed or ended: what was sent before
+      is not for its next stream.
+    """
+
+    def __init__(self) -> None:
+        self.progress: dict[int, Progress] = {}
+        self.replicating: set[int] = set()
+        self.changes = StreamChanges()
+        """Of streams that are opened, closed or ended."""
+        self.newest_opaque = 0
+        """Of the stream requests that were answered OK."""
+        self._all_replicating: frozenset[int] | None = None
+        """The partitions that this node masters, if it is known that all are in `replicating`."""
+        self._match: dict[int, int] = {}
+        """Partition -> what the replica has acknowledged of it in groups."""
+        self._begun_revision = 0
+        """That of `changes` when the last group was sent that was not synced yet."""
+
+    def open(self, vb_id: int, progress: Progress) -> None:
+        """Open a partition's stream; the one before is over."""
+        self.drop(vb_id)
+        self.progress[vb_id] = progress
+        self.newest_opaque = max(self.newest_opaque, progress.opaque)
+
+    def drop(self, vb_id: int) -> Progress | None:
+        """Close a partition's stream; return what it was. None: there was none."""
+        self.changes.note(vb_id)
+        self._stop_replicating(vb_id)
+        self._match.pop(vb_id, None)
+        return self.progress.pop(vb_id, None)
+
+    def close(self) -> None:
+        """The link is gone."""
+        for vb_id in self.progress:
+            self.changes.note(vb_id)
+        self.progress.clear()
+        self.replicating.clear()
+        self._all_replicating = None
+        self._match.clear()
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
+        return any(progress.is_filling for progress in self.progress.values())
+
+    # -- state REPLICATE ---------------------------------------------------------------------------
+
+    def replicates_all(self, mastered: frozenset[int]) -> bool:
+        """Whether all partitions that this node masters are in state REPLICATE."""
+        if self._all_replicating is not mastered and mastered <= self.replicating:
+            self._all_replicating = mastered
+        return self._all_replicating is mastered
+
+    def become_replicate(self, vb_id: int) -> None:
+        """Send a partition in group messages: it has caught up."""
+        self.progress[vb_id].become_replicate()
+        self.replicating.add(vb_id)
+
+    def _stop_replicating(self, vb_id: int) -> None:
+        self.replicating.discard(vb_id)
+        self._all_replicating = None
+
+    def fall_behind(self, part: Partition, entries: Sequence[bytes]) -> None:
+        """Send these entries of a synced group, and later ones, from the partition's cursor."""
+        self._stop_replicating(part.vb_id)
+        first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
+        next_seqno = part.synced_seqno + 1 if first is None else seqno_of(first)
+        self.progress[part.vb_id].become_probe(next_seqno)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def replicates_begun(self, group: Group) -> bool:
+        """A group may be sent before it is synced here: return whether all that the replica follows
+        of it is in state REPLICATE.
+        """
+        self._begun_revision = self.changes.revision
+        if self.replicates_all(group.mastered):
+            return True
+        return group.seqnos.keys() & self.progress.keys() <= self.replicating
+
+    def begun_synced(self) -> set[int] | None:
+        """The last group of `replicates_begun` is synced. It is not for streams that were opened
+        since, and those may have read all that was synced before: return those, which read on. All
+        of them, as partitions may have been excluded from the group meanwhile. None: no stream was
+        opened, closed or ended.
+        """
+        if self._begun_revision == self.changes.revision:
+            return None
+        opened = self.changes.since(self._begun_revision) & self.progress.keys()
+        for vb_id in opened:
+            self._stop_replicating(vb_id)
+            progress = self.progress[vb_id]
+            progress.become_probe(progress.next)
+        return opened
+
+    def acknowledged(self, number: int, sent: InflightGroup) -> dict[int, Match]:
+        """Take note that a group is acknowledged, which went in the message of this number; return
+        what of it goes one by one.
+        """
+        if sent.streams_revision == self.changes.revision:
+            self._match.update(sent.seqnos)
+            return {}
+        changed = self.changes.since(sent.streams_revision)
+        sent.group.exclude(changed)
+        found: dict[int, Match] = {}
+        for vb_id, seqno in sent.seqnos.items():
+            if vb_id not in changed:
+                self._match[vb_id] = seqno
+                continue
+            progress = self.progress.get(vb_id)
+            if progress is not None and progress.opened_number < number:
+                found[vb_id] = Match(vb_id, progress.epoch, seqno)
+        return found
+
+    def group_match(self, vb_id: int) -> tuple[int, int] | None:
+        """Return leader epoch and seqno up to which the replica has acknowledged a partition in
+        groups; None: nothing.
+        """
+        seqno = self._match.get(vb_id)
+        return None if seqno is None else (self.progress[vb_id].epoch, seqno)
+
+
+class Heartbeat:
+    """When a master asks a replica without anything else to send, and whether it hears it."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.heard_ns = self._next_ns = now_ns
+        self.beat_ns = BEAT_NS
+        self.silence_ns = SILENCE_NS_MAX
+        """A replica that was not heard for so long is disconnected."""
+
+    def take_due(self, now_ns: int) -> bool:
+        """Return whether a heartbeat is due; it is sent then."""
+        is_due = now_ns >= self._next_ns
+        if is_due:
+            self._next_ns = now_ns + self.beat_ns
+        return is_due
+
+    def is_silent(self, now_ns: int) -> bool:
+        """Whether the replica is to be disconnected."""
+        return now_ns - self.heard_ns >= self.silence_ns
 
 
 class ReplicaFeed:
@@ -167,7 +316,7 @@ class ReplicaFeed:
         self._schedule = schedule
         self._is_closed = False
         self.window_bytes = window_bytes
-        self._progress: dict[int, Progress] = {}
+        self.streams = FedStreams()
         self._out: list[bytes] = []
         self._waiting: dict[int, Frame] = {}
         """Stream requests that cannot be decided yet, by partition. Each gets one answer, or the
@@ -179,25 +328,14 @@ class ReplicaFeed:
         self._number = 0
         self.inflights = Inflights()
         self._acknowledged_number = 0
-        self._replicating: set[int] = set()
-        self._all_replicating: frozenset[int] | None = None
-        self._changes = StreamChanges()
-        """Of streams that are opened, closed or ended."""
-        self._newest_opaque = 0
-        """Of the stream requests that were answered OK."""
-        self._match: dict[int, int] = {}
-        """Partition -> what the replica has acknowledged of it in groups."""
         self._announcements = Announcements()
-        self._begun_revision = 0
-        """That of `_changes` when the last group was sent that was not synced yet."""
         self._number_at_call = 0
         """The last message that was made when `take_caught_up` was asked last."""
         self._questions = Questions()
-        self._now_ns = self._heard_ns = now_ns
-        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
+        self._now_ns = now_ns
+        self.heartbeat = Heartbeat(now_ns)
         self.format = FORMAT
         """Of the messages on this link."""
-        self.silence_ns = SILENCE_NS_MAX
 
     @property
     def asked_ns(self) -> int:
@@ -258,12 +396,11 @@ class ReplicaFeed:
         snapshot `window` up to there, and lacks `deletions`. `is_filling`: at a pace, until it has
         caught up.
         """
-        self._drop(vb_id)
-        self._progress[vb_id] = progress = Progress(
+        progress = Progress(
             epoch, opaque, seqno, self._questions.confirmations, self._number, window, deletions
         )
         progress.is_filling = is_filling
-        self._newest_opaque = max(self._newest_opaque, opaque)
+        self.streams.open(vb_id, progress)
         self._probe(vb_id)
         self._unannounced[vb_id] = None
         self._schedule()
@@ -296,30 +433,19 @@ class ReplicaFeed:
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
         self._refuse_waiting(vb_id)
-        self._drop(vb_id)
-
-    def _drop(self, vb_id: int) -> Progress | None:
-        self._changes.note(vb_id)
-        self._replicating.discard(vb_id)
-        self._all_replicating = None
-        self._match.pop(vb_id, None)
-        return self._progress.pop(vb_id, None)
+        self.streams.drop(vb_id)
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
         self._refuse_waiting(vb_id)
-        progress = self._drop(vb_id)
+        progress = self.streams.drop(vb_id)
         if progress is not None:
             self._out.append(pack_stream_end(vb_id, progress.opaque, EndReason.STATE_CHANGED))
             self._schedule()
 
-    def take_changed(self) -> set[int]:
-        """Return the partitions whose stream was opened, closed or ended since the last call."""
-        return self._changes.take()
-
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
-        progress = self._progress.get(vb_id)
+        progress = self.streams.progress.get(vb_id)
         return progress is not None and progress.snapshot_number > self._acknowledged_number
 
     def confirmed_ns(self, vb_id: int) -> int | None:
@@ -329,15 +455,10 @@ class ReplicaFeed:
         The replica closes a stream before it confirms another master of the partition. So every
         confirmation that arrives while the progress is open is for this master.
         """
-        progress = self._progress.get(vb_id)
+        progress = self.streams.progress.get(vb_id)
         if progress is None or progress.active_since == self._questions.confirmations:
             return None
         return self._questions.confirmed_ns
-
-    @property
-    def is_filling(self) -> bool:
-        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
-        return any(progress.is_filling for progress in self._progress.values())
 
     def take_caught_up(self) -> bool:
         """Return whether the replica has synced all that was sent when this was asked last, but for
@@ -347,36 +468,21 @@ class ReplicaFeed:
         oldest = self.inflights.delays.oldest_new()
         return not self._pending and (oldest is None or oldest.number > number)
 
-    def group_match(self, vb_id: int) -> tuple[int, int] | None:
-        """Return leader epoch and seqno up to which the replica has acknowledged a partition in
-        groups; None: nothing.
-        """
-        seqno = self._match.get(vb_id)
-        return None if seqno is None else (self._progress[vb_id].epoch, seqno)
-
     # -- what the node core tells ------------------------------------------------------------------
 
     def send_begun(self, group: Group) -> bool:
         """Send a group that is about to be written here, if all that the replica follows of it is
         in state REPLICATE, and there is room; return whether it was.
         """
-        self._begun_revision = self._changes.revision
-        followed = group.seqnos.keys() & self._progress.keys()
-        may = self._replicates_all(group.mastered) or followed <= self._replicating
-        return may and self.send_group(group, is_synced=False)
+        return self.streams.replicates_begun(group) and self.send_group(group, is_synced=False)
 
     def begun_synced(self) -> None:
-        """The last group that `send_begun` has sent is synced. It is not for streams that were
-        opened since, and those may have read all that was synced before: they read on. All of them,
-        as partitions may have been excluded from the group meanwhile.
+        """The last group that `send_begun` has sent is synced: streams that were opened since read
+        on.
         """
-        if self._begun_revision != self._changes.revision:
-            changed = self._changes.since(self._begun_revision)
-            for vb_id in changed & self._progress.keys():
-                self._replicating.discard(vb_id)
-                self._all_replicating = None
-                progress = self._progress[vb_id]
-                progress.become_probe(progress.next)
+        opened = self.streams.begun_synced()
+        if opened is not None:
+            for vb_id in opened:
                 self._probe(vb_id)
             self._schedule()
 
@@ -384,14 +490,14 @@ class ReplicaFeed:
         """Send what is in state REPLICATE of a group as one message; False: the window is full.
         The rest is read from cursors.
         """
-        seqnos, shared = group.seqnos, group.shared
-        if not self._replicates_all(group.mastered) and not seqnos.keys() <= self._replicating:
-            followed = seqnos.keys() & self._progress.keys()
-            if behind := followed - self._replicating:
+        seqnos, shared, streams = group.seqnos, group.shared, self.streams
+        if not streams.replicates_all(group.mastered) and not seqnos.keys() <= streams.replicating:
+            followed = seqnos.keys() & streams.progress.keys()
+            if behind := followed - streams.replicating:
                 for vb_id in behind:
                     self._probe(vb_id)
                 self._schedule()
-            if not (followed := followed & self._replicating):
+            if not (followed := followed & streams.replicating):
                 return True
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
@@ -401,27 +507,22 @@ class ReplicaFeed:
         group.sent_to[self.member] = seqnos
         self._post(shared, is_synced=is_synced)
         self._announcements.sent(group.number, self._number)
-        sent = InflightGroup(group, seqnos, self._changes.revision)
+        sent = InflightGroup(group, seqnos, streams.changes.revision)
         self.inflights.add(Inflight(self._number, cost, self._now_ns, group=sent))
         return True
 
     def not_replicated(self, group: Group) -> set[int]:
         """Return the partitions for which the replica is in sync, and not in state REPLICATE."""
-        if self._replicates_all(group.mastered) or group.seqnos.keys() <= self._replicating:
+        replicating = self.streams.replicating
+        if self.streams.replicates_all(group.mastered) or group.seqnos.keys() <= replicating:
             return set()
-        return group.not_replicated_to(self.member, self._replicating)
-
-    def _replicates_all(self, mastered: frozenset[int]) -> bool:
-        """Whether all partitions that this node masters are in state REPLICATE."""
-        if self._all_replicating is not mastered and mastered <= self._replicating:
-            self._all_replicating = mastered
-        return self._all_replicating is mastered
+        return group.not_replicated_to(self.member, replicating)
 
     def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
         """Make a message with a group, or with nothing. It announces what is committed."""
         self._number += 1
         self._questions.ask(self._number, self._now_ns)
-        head = self._number, self._number, self._newest_opaque, self._announcements.take()
+        head = self._number, self._number, self.streams.newest_opaque, self._announcements.take()
         self._out += pack_group(*head, shared, is_synced=is_synced)
         self._schedule()
 
@@ -432,7 +533,7 @@ class ReplicaFeed:
         # does not follow any more, it commits nothing by number.
         is_all = seqnos is committed or (group.is_committed and not group.excluded)
         if not is_all and seqnos is not None:
-            followed = seqnos.keys() & self._progress.keys()
+            followed = seqnos.keys() & self.streams.progress.keys()
             is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
         is_open = is_all and self._announcements.is_open(group.number)
         announced = seqnos if seqnos is not None and is_open else {}
@@ -451,13 +552,13 @@ class ReplicaFeed:
         room = self.window_bytes - self.inflights.cost
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
-            progress = self._progress.get(vb_id)
+            progress = self.streams.progress.get(vb_id)
             if progress is None:
                 continue
             size = sum(map(len, entries)) + RECORD_BYTES
             part = partitions[vb_id]
             if progress.state is ProgressState.REPLICATE and size > room:
-                self._fall_behind(progress, part, entries)
+                self.streams.fall_behind(part, entries)
             if progress.state is not ProgressState.REPLICATE:
                 self._probe(vb_id)
                 continue
@@ -471,22 +572,15 @@ class ReplicaFeed:
 
     def _probe(self, vb_id: int) -> None:
         """A partition is to be read from its cursor, in turn."""
-        if self._progress[vb_id].is_filling:
+        if self.streams.progress[vb_id].is_filling:
             self._fill.wait(vb_id)
         else:
             self._pending[vb_id] = None
 
-    def _fall_behind(self, progress: Progress, part: Partition, entries: Sequence[bytes]) -> None:
-        """Send these entries of a synced group, and later ones, from the partition's cursor."""
-        self._replicating.discard(part.vb_id)
-        self._all_replicating = None
-        first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
-        progress.become_probe(part.synced_seqno + 1 if first is None else seqno_of(first))
-
     def hw_rose(self, vb_ids: Iterable[int]) -> None:
         """High watermarks have risen; the next message announces them."""
         for vb_id in vb_ids:
-            if vb_id in self._progress:
+            if vb_id in self.streams.progress:
                 self._unannounced[vb_id] = None
         if self._unannounced:
             self._schedule()
@@ -555,7 +649,7 @@ class ReplicaFeed:
 
     def _catch_up(self, vb_id: int) -> int:
         """Send the next entries of a partition from its cursor; return their bytes."""
-        progress = self._progress.get(vb_id)
+        progress = self.streams.progress.get(vb_id)
         if progress is None or progress.state is ProgressState.REPLICATE:
             return 0
         part = self._engine.partitions[vb_id]
@@ -580,8 +674,7 @@ class ReplicaFeed:
             elif progress.snapshot_number == NEVER:
                 progress.snapshot_number = self._number
         if progress.caught_up(part):
-            progress.become_replicate()
-            self._replicating.add(vb_id)
+            self.streams.become_replicate(vb_id)
         else:
             self._probe(vb_id)
         return sum(map(len, entries))
@@ -589,7 +682,7 @@ class ReplicaFeed:
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
         self.damages.append((vb_id, why))
-        progress = self._drop(vb_id)
+        progress = self.streams.drop(vb_id)
         assert progress is not None, "it was read from"
         self._out.append(pack_stream_end(vb_id, progress.opaque, EndReason.BACKFILL_FAILED))
 
@@ -600,7 +693,7 @@ class ReplicaFeed:
         sections: list[EntriesSection] = []
         matches: list[tuple[Progress, Match]] = []
         for vb_id in self._unannounced:
-            progress = self._progress.get(vb_id)
+            progress = self.streams.progress.get(vb_id)
             if progress is None or progress.window is not None:
                 continue
             part = self._engine.partitions[vb_id]
@@ -619,10 +712,10 @@ class ReplicaFeed:
 
     def heard(self, now_ns: int) -> None:
         """Bytes have come from the replica; monotonic nanoseconds."""
-        self._now_ns = self._heard_ns = now_ns
+        self._now_ns = self.heartbeat.heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
+        """Ask whether this node is still the master, when that is due; False: disconnect."""
         self._now_ns = now_ns
         for vb_id in tuple(self._waiting)[:DECIDED_AT_ONCE]:
             if self._fill.may_look(now_ns, 0):
@@ -630,10 +723,9 @@ class ReplicaFeed:
         if self._fill.next_is_due(now_ns):
             self._schedule()
         is_read = not self._out and len(self._questions) < QUESTIONS_MAX
-        if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
-            self._next_beat_ns = now_ns + self.beat_ns
+        if is_read and self.heartbeat.take_due(now_ns):  # else enough questions are on their way
             self._send((), ())
-        return not self._is_closed and now_ns - self._heard_ns < self.silence_ns
+        return not self._is_closed and not self.heartbeat.is_silent(now_ns)
 
     def take_acknowledgement(self, extras: bytes, held: bytes = b"") -> None:
         """Take an X_REPLICA_ACK, and what the replica's streams hold. Raises ReplicationError."""
@@ -651,11 +743,11 @@ class ReplicaFeed:
         for sent in self.inflights.acknowledged(number, self._now_ns):
             self._fill.acknowledged(sent.filling)
             if sent.group is not None:
-                newest |= self._take_group(sent.number, sent.group)
+                newest |= self.streams.acknowledged(sent.number, sent.group)
                 groups.append(sent.group.group)
             for progress, each in sent.matches:
                 # A stream that was closed and opened again may have left this message out.
-                if self._progress.get(each.vb_id) is progress:
+                if self.streams.progress.get(each.vb_id) is progress:
                     newest[each.vb_id] = each
         self._questions.confirmed(question)
         if newest:
@@ -669,37 +761,15 @@ class ReplicaFeed:
         if self.has_output:
             self._schedule()
 
-    def _take_group(self, number: int, sent: InflightGroup) -> dict[int, Match]:
-        """Take note that a group is acknowledged; return what of it goes one by one."""
-        if sent.streams_revision == self._changes.revision:
-            self._match.update(sent.seqnos)
-            return {}
-        changed = self._changes.since(sent.streams_revision)
-        sent.group.exclude(changed)
-        found: dict[int, Match] = {}
-        for vb_id, seqno in sent.seqnos.items():
-            if vb_id not in changed:
-                self._match[vb_id] = seqno
-                continue
-            progress = self._progress.get(vb_id)
-            if progress is not None and progress.opened_number < number:
-                found[vb_id] = Match(vb_id, progress.epoch, seqno)
-        return found
-
     def close(self) -> None:
         """The connection is gone, or a newer link of the member has come."""
         self._is_closed = True
-        for vb_id in self._progress:
-            self._changes.note(vb_id)
+        self.streams.close()
         for sent in self.inflights.sent:
             if sent.group is not None:
                 del sent.group.group.sent_to[self.member]
         self.inflights.sent.clear()
         self._waiting.clear()
-        self._progress.clear()
-        self._replicating.clear()
-        self._all_replicating = None
-        self._match.clear()
         self._announcements.clear()
         self._pending.clear()
         self._fill.close()

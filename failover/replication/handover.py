@@ -248,6 +248,8 @@ class Successors:
         self._view = view
         self._member = member
         self._given: Counter[str] = Counter()
+        self.is_leaving = False
+        """Whether this node hands over all that it has."""
 
     def able(self, record: ReplicationRecord) -> list[str]:
         """Return the members that could be the next master."""

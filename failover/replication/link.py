@@ -150,6 +150,78 @@ class _AppliedGroup(NamedTuple):
     """How many streams had been left before."""
 
 
+class Acks:
+    """What a replica acknowledges on one link: messages that are synced here, and questions of the
+    master that it confirms.
+
+    Invariants
+    - messages are applied in the order of their numbers, and acknowledged in it;
+    - no confirmation waits if none was sent for CONFIRM_NS, or if a stream was opened since.
+    """
+
+    def __init__(self, side: ReplicaSide) -> None:
+        self._side = side
+        self.number = 0
+        """The last message that was applied."""
+        self.synced_number = 0
+        self.unsynced: deque[tuple[int, int]] = deque()
+        """Applied messages that are not synced here: commit group, number."""
+        self.held = NOTHING_HELD
+        """What the master knows of the streams that are served here."""
+        self._question = 0
+        self._sent: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
+        self._at_once_ns = -CONFIRM_NS
+        """When a confirmation was sent at once."""
+
+    def check_number(self, number: int) -> None:
+        """Raise ReplicationError if this is not the number of the next message."""
+        if number != self.number + 1:
+            raise ReplicationError(f"message {number} follows message {self.number}")
+
+    def opened(self, now_ns: int) -> None:
+        """A stream is open: the master may wait for its confirmation to serve."""
+        self._at_once_ns = now_ns - CONFIRM_NS
+
+    def applied(
+        self, number: int, question: int, group: int, now_ns: int, *, can_wait: bool
+    ) -> bool:
+        """A message is applied, as a part of this commit group (0: it is synced); return whether it
+        is acknowledged at once. `can_wait`: its question may be confirmed a little later.
+        """
+        self.number, self._question = number, question
+        unsynced = self.unsynced
+        if unsynced and group <= unsynced[-1][0]:
+            unsynced[-1] = (unsynced[-1][0], number)  # one for each group, however long it takes
+        elif group:
+            unsynced.append((group, number))
+        else:
+            self.synced_number = number
+        if can_wait and now_ns - self._at_once_ns < CONFIRM_NS:
+            return False
+        self._at_once_ns = now_ns
+        return True
+
+    def synced(self, group: int) -> None:
+        """A commit group of this node is on disk."""
+        unsynced = self.unsynced
+        while unsynced and unsynced[0][0] <= group:
+            self.synced_number = unsynced.popleft()[1]
+
+    def take(self, *, may_send: bool) -> bytes | None:
+        """Return the acknowledgement to send; None: the master knows all that it would say."""
+        ack = self.synced_number, self._question, self._side.store_seen()
+        if ack == self._sent or not may_send:
+            return None
+        self._sent = ack
+        return pack_ack(*ack)
+
+    def take_held(self, held: bytes) -> bytes:
+        """Return an acknowledgement that says what the streams hold that are served here."""
+        self.held = held
+        self._sent = self.synced_number, self._question, self._side.store_seen()
+        return pack_ack(*self._sent, held)
+
+
 class ReplicaSide(Protocol):
     """What a link needs of its node's core."""
 
@@ -266,20 +338,10 @@ class ReplicaLink:
         self._asked: dict[int, int] = {}
         """Opaque of a request that is not answered -> its partition."""
         self._next_opaque = 0
-        self._number = 0
-        """The last message that was applied."""
-        self._question = 0
-        self._acked: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
+        self.acks = Acks(side)
         self._master = greeting.master
         self._format = greeting.format
         """The newest that it offers, and from the answer on the one that both speak."""
-        self._held = NOTHING_HELD
-        """What the master knows of the streams that are served here."""
-        self._at_once_ns = -CONFIRM_NS
-        """When a confirmation was sent at once."""
-        self._unsynced: deque[tuple[int, int]] = deque()
-        """Applied messages that are not synced here: commit group, number."""
-        self._synced_number = 0
         self._highs: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
         """Leader epochs of the same partitions."""
@@ -292,10 +354,9 @@ class ReplicaLink:
         self.newest_group: NewestGroup | None = None
         """The last group if the master may not have synced it."""
         self.heard_ns = now_ns
-        self.master_heard_ns = 0
-        """When the last message of the member that is followed came; 0: none has."""
         self.confirmed_ns = 0
-        """When a question was confirmed last; 0: none was."""
+        """When the last message of the member that is followed came, and its question was
+        confirmed; 0: none has come."""
         self.problem = ""
         """Why the link was closed by this side."""
         self.is_refused = False
@@ -368,19 +429,15 @@ class ReplicaLink:
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk: acknowledge it."""
-        unsynced = self._unsynced
-        while unsynced and unsynced[0][0] <= group:
-            self._synced_number = unsynced.popleft()[1]
+        self.acks.synced(group)
         self._acknowledge()
 
     def readers_are(self, held: Mapping[int, Held]) -> None:
         """Tell the master what the streams hold that are served here, if that is news to it."""
         if self.state is LinkState.READY and self._format >= HELD_FORMAT:
             packed = pack_held(held)
-            if packed != self._held:
-                self._held = packed
-                self._acked = self._synced_number, self._question, self._side.store_seen()
-                self._out.append(pack_ack(*self._acked, packed))
+            if packed != self.acks.held:
+                self._out.append(self.acks.take_held(packed))
 
     def tick(self, now_ns: int, silence_ns: int = HEARD_NS_MAX) -> None:
         """Let time pass; monotonic nanoseconds. `silence_ns`: how long the node may say nothing."""
@@ -426,7 +483,7 @@ class ReplicaLink:
             self.problem = problem
         self._waiting.clear()
         self._asked.clear()
-        self._unsynced.clear()
+        self.acks.unsynced.clear()
         self._groups.clear()
         self._highs.clear()
         self._out.clear()
@@ -483,7 +540,7 @@ class ReplicaLink:
             self._side.welcomed(vb_id, welcome)
             stream.step = _FollowStep.OPEN
             self._newest_open = max(self._newest_open, stream.opaque)
-            self._at_once_ns = now_ns - CONFIRM_NS  # the master may wait for this to serve
+            self.acks.opened(now_ns)
             self._epochs[vb_id] = stream.epoch
             self._note_high(vb_id)
         elif frame.status == Status.ROLLBACK:
@@ -523,28 +580,18 @@ class ReplicaLink:
 
     def _message(self, frame: Frame, now_ns: int) -> None:
         message = unpack_entries(frame)
-        self._check_number(message.number)
+        self.acks.check_number(message.number)
         group = self._take_sections(message)
         if message.seen.revision:
             self._side.master_serves(self._master, message.seen)
         self._taken(message.number, message.question, group, now_ns, can_wait=False)
 
-    def _check_number(self, number: int) -> None:
-        if number != self._number + 1:
-            raise ReplicationError(f"message {number} follows message {self._number}")
-
     def _taken(
         self, number: int, question: int, group: int, now_ns: int, *, can_wait: bool
     ) -> None:
-        """A message is applied, as a part of this commit group (0: it is synced). `can_wait`: its
-        question may be confirmed a little later.
-        """
-        self._number = number
-        self._applied(number, group)
-        self._question = question
-        self.confirmed_ns = self.master_heard_ns = now_ns
-        if not can_wait or now_ns - self._at_once_ns >= CONFIRM_NS:
-            self._at_once_ns = now_ns
+        """A message is applied: see `Acks.applied`."""
+        self.confirmed_ns = now_ns
+        if self.acks.applied(number, question, group, now_ns, can_wait=can_wait):
             self._acknowledge()
 
     def _take_sections(self, message: Message) -> int:
@@ -579,7 +626,7 @@ class ReplicaLink:
 
     def _group(self, frame: Frame, now_ns: int) -> None:
         message = unpack_group(frame)
-        self._check_number(message.number)
+        self.acks.check_number(message.number)
         group = self._take_group(message) if message.entries else 0
         can_wait = group > 0 or not message.entries
         self._taken(message.number, message.question, group, now_ns, can_wait=can_wait)
@@ -641,23 +688,12 @@ class ReplicaLink:
                 }
             seqnos = seqnos | ends if seqnos else ends  # it is one group most often
         if seqnos:
-            self._side.committed(seqnos, is_synced=last <= self._synced_number)
-
-    def _applied(self, number: int, group: int) -> None:
-        """Take note of the group that must be synced before a message is acknowledged."""
-        unsynced = self._unsynced
-        if unsynced and group <= unsynced[-1][0]:
-            unsynced[-1] = (unsynced[-1][0], number)  # one for each group, however long it takes
-        elif group:
-            unsynced.append((group, number))
-        else:
-            self._synced_number = number
+            self._side.committed(seqnos, is_synced=last <= self.acks.synced_number)
 
     def _acknowledge(self) -> None:
-        ack = self._synced_number, self._question, self._side.store_seen()
-        if ack != self._acked and self.state is LinkState.READY:
-            self._acked = ack
-            self._out.append(pack_ack(*ack))
+        ack = self.acks.take(may_send=self.state is LinkState.READY)
+        if ack is not None:
+            self._out.append(ack)
 
 
 def from_here(seqno: int, vb_uuid: int, window: SnapshotWindow | None = None) -> StreamRequest:

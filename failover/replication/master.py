@@ -36,7 +36,6 @@ from failover.replication.group import Group
 from failover.replication.handover import Handovers, Successors
 from failover.replication.mastership import Mastership, ReplicationParts
 from failover.replication.messages import (
-    NOT_SEEN,
     RESYNC_FORMAT,
     Greeting,
     ReplicaPosition,
@@ -48,12 +47,12 @@ from failover.replication.messages import (
     pack_rollback,
     versions_of,
 )
-from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
-from failover.replication.progress import SILENCE_NS_MAX, Match
-from failover.replication.serving import Serving
+from failover.replication.pace import FillPace
+from failover.replication.progress import Match
+from failover.replication.serving import Departures, Followers, Serving
 from failover.rules.cut import Ask
 from failover.rules.fencing import is_same_copy, refusal
-from failover.rules.isr import Lateness, Sender, serves_from_ns
+from failover.rules.isr import Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
 from failover.rules.replication_record import (
     BranchUnderWay,
@@ -100,9 +99,7 @@ class Master:
     def __init__(self, parts: ReplicationParts, cycle: GroupCycle, now_ns: int) -> None:
         engine, member = parts.engine, parts.identity.member
         self._engine = engine
-        self._ran = parts.ran
         self._hub = parts.hub
-        self._session = parts.session
         self._view = view = parts.session.view
         self._settings = parts.settings
         self._identity = parts.identity
@@ -116,18 +113,14 @@ class Master:
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self.groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
-        self._kept = parts.kept
-        self._parting: set[int] = set()
-        """Partitions where somebody still counts who has left the in-sync set."""
-        self.serves_by = NOT_SEEN
-        """See MasterSide."""
+        self.departures = Departures(
+            member, parts.session, parts.kept, self.masterships, self.feeds
+        )
         self._branches: dict[int, _AskedBranch] = {}
         """The branches that operators asked this node for, until each is decided."""
-        self._caught_up_ns: dict[str, int] = {}
-        """When members had all that was synced here, in all partitions that they follow."""
-        self._steady_ns: dict[str, int] = {}
-        """The same as of the last tick, for partitions that were steady until then."""
-        self._late_members = LateMembers(parts.settings.replica_lag_max_ns, now_ns)
+        self.followers = Followers(
+            member, parts.ran, parts.settings.replica_lag_max_ns, self.feeds, self.groups, now_ns
+        )
         self._successors = Successors(view, member)
         self.pace = FillPace(parts.settings.fill_bytes_per_s)
         self.serving = Serving(
@@ -145,10 +138,6 @@ class Master:
             engine, parts.hub, self.watermarks,
             acknowledges_as_master=parts.settings.acknowledges_as_master,
         )  # fmt: skip
-        self._is_leaving = False
-        """Whether this node hands over all that it has."""
-        self._may_hand_over = False
-        """Whether the handovers that are ready are to be written now."""
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -233,9 +222,7 @@ class Master:
     def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
         """Take a newer record of the same epoch, and its mod revision."""
         renewed = self.masterships[vb_id].take_record(record, revision)
-        if self.masterships[vb_id].has_parting:
-            self._parting.add(vb_id)
-            self._release_parting((vb_id,))
+        self.departures.note(vb_id)
         for member in renewed & self.feeds.keys():
             self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
 
@@ -259,38 +246,14 @@ class Master:
 
     def records_were_kept(self) -> None:
         """See MasterSide. The same for this node's own disk."""
-        if self._parting and (held := self._release_parting(tuple(self._parting))):
+        if held := self.departures.release():
             self.watermarks.advance(held)
             self.steps.ask()
 
-    def _release_parting(self, vb_ids: Iterable[int]) -> list[int]:
-        """Return those partitions where nobody counts any more who has left the in-sync set: all of
-        its members hold the record durably that says so (`failover.rules.isr.is_held`).
-
-        The metadata store may go back to an older copy, in which they are in sync. Then each member
-        of the newer set knows better.
-        """
-        seen = {
-            member: feed.seen.revision
-            for member, feed in self.feeds.items()
-            if feed.seen.link == self._session.link_of(member)
-        }
-        seen[self._member] = self._kept.kept_revision
-        masterships = self.masterships
-        held = [
-            vb_id
-            for vb_id in vb_ids
-            if vb_id not in masterships or masterships[vb_id].members_saw(seen)
-        ]
-        self._parting.difference_update(held)
-        return [vb_id for vb_id in held if vb_id in masterships]
-
-    def note_serving(self, seen: StoreSeen, *, serves_all: bool) -> None:
-        """Note by which records of the store this node serves, if it serves by all of them."""
-        if seen.link != self.serves_by.link:
-            self.serves_by = NOT_SEEN
-        if serves_all and not self._parting:
-            self.serves_by = seen
+    @property
+    def serves_by(self) -> StoreSeen:
+        """See MasterSide."""
+        return self.departures.serves_by
 
     def _mastership_changed(self, vb_id: int) -> None:
         self.groups.mastership_changed(vb_id)
@@ -326,13 +289,6 @@ class Master:
         """A record or the beginning of an epoch is known here now: replicas may wait for that."""
         for feed in self.feeds.values():
             feed.decide_waiting(vb_id)
-
-    def beat(self, now_ns: int) -> None:
-        """Let feeds ask their replicas whether this node is still the master, where that is due."""
-        silence_ns = self._ran.stretched(SILENCE_NS_MAX)
-        for feed in tuple(self.feeds.values()):
-            feed.silence_ns = silence_ns
-            feed.tick(now_ns)
 
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
 
@@ -372,7 +328,7 @@ class Master:
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self.pace,
         )  # fmt: skip
-        feed.beat_ns, feed.format = self._settings.beat_ns, chosen
+        feed.heartbeat.beat_ns, feed.format = self._settings.beat_ns, chosen
         self.feeds[peer.member] = feed
         return feed, b"%d" % chosen
 
@@ -507,46 +463,23 @@ class Master:
         self._now_ns = now_ns
         self.serving.serve(now_ns)
 
-    def _look_for_late(self) -> Lateness:
-        """Return who acknowledges late. A member that is filled is not judged meanwhile."""
-        delays = {}
-        for member, feed in self.feeds.items():
-            if feed.inflights.delays.has_news and feed.is_filling:
-                feed.inflights.delays.take(self._now_ns)
-            else:
-                delays[member] = feed.inflights.delays
-        starved = is_starved(self._ran, self._now_ns)
-        lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
-        if any(not lateness.slow.isdisjoint(each.members) for each in self.groups.in_sync_sets()):
-            self.serving.all_changed()
-        return lateness
-
-    def _note_caught_up(self) -> bool:
-        """Note who has caught up; return whether no member in sync lags, in any partition."""
-        for member, feed in self.feeds.items():
-            if feed.take_caught_up():
-                self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), feed.asked_ns)
-        lag_max_ns = self._settings.replica_lag_max_ns
-        since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
-        caught_up = {member for member, at_ns in self._caught_up_ns.items() if at_ns >= since_ns}
-        caught_up.add(self._member)
-        return all(in_sync.members <= caught_up for in_sync in self.groups.in_sync_sets())
-
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
         """Return the changes of this master's records that are due, as many as one transaction
         takes. They must be written. Records that are not in `records` are left alone.
         """
-        if not self._note_caught_up():
+        if not self.followers.note_caught_up(self._now_ns):
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.inflights.delays for feed in self.feeds.values()))
-        lateness, may_fill = self._look_for_late(), self.pace.take_join(self._now_ns)
+        lateness = self.followers.look_for_late(self._now_ns)
+        if self.followers.any_in_sync(lateness.slow):
+            self.serving.all_changed()
+        may_fill = self.pace.take_join(self._now_ns)
         active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
-        steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
-        alive = self._view.alive
+        steady_ns, alive = self.followers.take_steady(), self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
-        lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
+        lost_ns = self.followers.allowance_ns
         changes: list[RecordChange] = []
         for vb_id in sorted(active):
             mastership = self.masterships[vb_id]
@@ -567,7 +500,7 @@ class Master:
             record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
-        if self._is_leaving:
+        if self._successors.is_leaving:
             self._want_successors()
         if may_write and not changes and self.handovers.is_under_way:
             changes = self.handover_changes(self._now_ns, records)
@@ -575,8 +508,12 @@ class Master:
             self.handovers.hurry()
         return changes
 
-    def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
-        """Return the record after a branch or a handover that is due; None: nothing is."""
+    def _next_record(
+        self, mastership: Mastership, *, may_hand_over: bool = False
+    ) -> ReplicationRecord | None:
+        """Return the record after a branch or a handover that is due; None: nothing is.
+        `may_hand_over`: a handover that is ready is to be written now.
+        """
         record, part = mastership.record, mastership.part
         if record.branch is not None:
             done = is_branch_done(record, mastership.acknowledged_epochs())
@@ -591,10 +528,10 @@ class Master:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
-        if self._is_leaving:
+        if self._successors.is_leaving:
             record = self._successors.wanted(record)
         after = self.handovers.next_record(
-            mastership, record, self._now_ns, may_write=self._may_hand_over,
+            mastership, record, self._now_ns, may_write=may_hand_over,
             is_failover=self._view.fails_over(part.vb_id, record.wanted_master),
         )  # fmt: skip
         if after is not None:
@@ -606,16 +543,17 @@ class Master:
     ) -> list[RecordChange]:
         """Return the handovers that are due now, before the next tick. They must be written."""
         self._now_ns = now_ns
-        self._may_hand_over = False
         due = self.handovers.due(now_ns, self.masterships)
-        self._next_handovers(due, records)
-        self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
-        changes = self._next_handovers(due, records)
-        self._may_hand_over = False
-        return changes
+        self._next_handovers(due, records, may_write=False)
+        may_write = self.handovers.may_write(now_ns, self.masterships)
+        return self._next_handovers(due, records, may_write=may_write)
 
     def _next_handovers(
-        self, vb_ids: Iterable[int], records: Mapping[int, Stored[StoredPartition]]
+        self,
+        vb_ids: Iterable[int],
+        records: Mapping[int, Stored[StoredPartition]],
+        *,
+        may_write: bool,
     ) -> list[RecordChange]:
         changes: list[RecordChange] = []
         for vb_id in vb_ids:
@@ -623,7 +561,7 @@ class Master:
             if mastership is None or mastership.is_writing or vb_id not in records:
                 continue
             self.serving.changed(vb_id)
-            if (record := self._next_record(mastership)) is not None:
+            if (record := self._next_record(mastership, may_hand_over=may_write)) is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         return changes
 
@@ -654,7 +592,7 @@ class Master:
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
-        self._is_leaving = True
+        self._successors.is_leaving = True
         self._want_successors()
 
     def _want_successors(self) -> None:

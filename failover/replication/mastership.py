@@ -159,7 +159,7 @@ class Mastership:
         self.part = part
         self._changed = changed
         self._record = record
-        self._min_in_sync = min_in_sync_of(settings.min_in_sync, record.counted_copies)
+        self._settings = settings
         self.epoch = record.epoch
         self.epoch_start_seqno = part.high_seqno
         self.ready_group = ready_group
@@ -187,7 +187,6 @@ class Mastership:
         self.has_handed = False
         """Whether the handover is written, or may be: nobody serves until that is decided."""
         self._member = member
-        self._settings = settings
         self._acknowledged: dict[str, Acknowledgement] = {}
         self._caught_up_ns = dict.fromkeys(record.copies, now_ns)
         self._synced_at_tick = part.high_seqno
@@ -203,7 +202,7 @@ class Mastership:
     @property
     def min_in_sync(self) -> int:
         """How many members must be in sync for the high watermark to rise."""
-        return self._min_in_sync
+        return self.in_sync_set.min_in_sync
 
     @property
     def is_ready(self) -> bool:
@@ -227,7 +226,8 @@ class Mastership:
 
     def _effective_set(self) -> InSyncSet:
         members = effective_isr(self._record.isr, self._asked, self._parting)
-        return InSyncSet(members, self._min_in_sync)
+        counted_copies = self._record.counted_copies
+        return InSyncSet(members, min_in_sync_of(self._settings.min_in_sync, counted_copies))
 
     def _renew_set(self) -> None:
         self.in_sync_set = self._effective_set()
@@ -351,14 +351,12 @@ class Mastership:
         for member in renewed:
             self._acknowledged.pop(member, None)
             self._caught_up_ns.pop(member, None)
-        self._min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
         self.ask(self._asked if self.is_writing else None)
         return renewed
 
     def take_min_in_sync(self, setting: int | None) -> None:
         """Take how many members must be in sync from now on; None: a majority of the copies."""
         self._settings = self._settings._replace(min_in_sync=setting)
-        self._min_in_sync = min_in_sync_of(setting, self._record.counted_copies)
         self._renew_set()
 
     def decided(self, *, is_written: bool) -> None:
@@ -382,7 +380,7 @@ class Mastership:
             or record.wanted_master not in {None, record.master}
         ):
             return False
-        can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
+        can_wait = is_enough(record.isr, self.min_in_sync, record.counted_copies)
         for member in record.copies:
             is_as_it_stays = (member in record.isr) == (member in alive)
             if not is_as_it_stays and not (can_wait and member in record.filling):
@@ -455,7 +453,7 @@ class Mastership:
             leaving = sorted(
                 slow_to_leave(
                     record.isr, self._member, lateness,
-                    min_in_sync=self._min_in_sync, counted_copies=record.counted_copies,
+                    min_in_sync=self.min_in_sync, counted_copies=record.counted_copies,
                 )
             )  # fmt: skip
         if leaving:
@@ -463,7 +461,7 @@ class Mastership:
         if len(record.isr) == len(record.copies):
             return None
         filling = record.filling
-        can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
+        can_wait = is_enough(record.isr, self.min_in_sync, record.counted_copies)
         joining = [
             member
             for member in record.copies

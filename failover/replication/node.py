@@ -37,6 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcp.core.groups import GroupCycle, Published
+from dcp.stream.hub import StreamHub
 from failover.coordinator.clock import RanTime
 from failover.coordinator.cluster_session import ClusterSession, NodeShell
 from failover.coordinator.effects import Notice
@@ -47,8 +48,14 @@ from failover.coordinator.seen_records import SeenRecords, older_records
 from failover.coordinator.view import Stored
 from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.master import Master
-from failover.replication.mastership import Identity, ReplicationParts, ReplicationSettings
+from failover.replication.mastership import (
+    Identity,
+    Mastership,
+    ReplicationParts,
+    ReplicationSettings,
+)
 from failover.replication.messages import StoreSeen
+from failover.replication.pace import HeardMasters
 from failover.replication.replica import DroppedCopies, Replica
 from failover.rules.isr import may_change_record
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
@@ -58,6 +65,66 @@ from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.receipt import ElectionLoss
 from vbucket.store.store import Store
+
+
+class UnheardMasters:
+    """Marks the copies of this node whose master is not heard, and ends their streams.
+
+    Nothing is done for each partition unless a record or what is heard has changed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        member: str,
+        records: Mapping[int, Stored[StoredPartition]],
+        masterships: Mapping[int, Mastership],
+        heard: HeardMasters,
+        now_ns: int,
+    ) -> None:
+        """`records` and `masterships` are the tables of the node."""
+        self._engine = engine
+        self._hub = hub
+        self._member = member
+        self._records = records
+        self._masterships = masterships
+        self._heard = heard
+        self.next_ns = now_ns
+        """When the next partition counts as unheard, unless its master is heard before."""
+        self.masters: frozenset[str | None] = frozenset()
+        """The masters of followed partitions that are not heard; None: there is none."""
+        self._followed: set[str | None] | None = None
+        """Masters of the partitions that this node does not master; None: records have changed
+        since that was known."""
+
+    def record_changed(self) -> None:
+        """A partition has another record."""
+        self._followed = None
+
+    def mark(self) -> None:
+        """Mark the copies whose master is not heard now."""
+        self.next_ns = self._heard.unheard_from_ns
+        has_new_records = self._followed is None
+        if self._followed is None:
+            self._followed = {
+                self._records[vb_id].content.record.master
+                for vb_id in self._records.keys() - self._masterships.keys()
+            }
+        unheard = frozenset(filter(self._heard.is_unheard, self._followed))
+        if unheard == self.masters and not has_new_records:
+            return
+        self.masters = unheard
+        for vb_id, stored in self._records.items():
+            record, part = stored.content.record, self._engine.partitions[vb_id]
+            was_unheard = part.is_unheard
+            part.is_unheard = (
+                part.state == VbState.REPLICA
+                and self._member in record.copies
+                and record.master in unheard
+            )
+            if part.is_unheard and not was_unheard:
+                self._hub.fenced(vb_id)
 
 
 class ReplicationCore:
@@ -92,8 +159,6 @@ class ReplicationCore:
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
-        self._hub = groups.hub
-        self._commits = engine.commits
         self._session = session
         self._shell = shell
         self._member = membership.member
@@ -108,14 +173,7 @@ class ReplicationCore:
         """The epoch that a partition's record had when this process first read it."""
         self._reported: tuple[ReportedPartition, ...] | None = None
         """None: this store was told nothing yet."""
-        self._followed_masters: set[str | None] | None = None
-        """Masters of the partitions that this node does not master; None: records have changed
-        since that was known."""
-        self._unheard_masters: frozenset[str | None] = frozenset()
-        """Those of them that are not heard."""
         self._ran = RanTime(now_ns)
-        self._unheard_from_ns = now_ns
-        """When the next partition counts as unheard, unless its master is heard before."""
         parts = ReplicationParts(
             engine, groups.hub, session, settings,
             Identity(cluster, membership.member, membership.incarnation), self._effects,
@@ -128,6 +186,10 @@ class ReplicationCore:
             store_seen=self._store_seen, now_ns=now_ns,
         )  # fmt: skip
         self._dropped = DroppedCopies(engine, groups.hub, self.replica)
+        self._unheard = UnheardMasters(
+            engine, groups.hub, membership.member, self.records, self.master.masterships,
+            self.replica.heard, now_ns,
+        )  # fmt: skip
         self._begin_unheard()
 
     def _begin_unheard(self) -> None:
@@ -200,7 +262,7 @@ class ReplicationCore:
             self._kept.begin_again(self._era)
             self._sure.clear()
             self._reported = None
-            self.replica.begin_again()
+            self.replica.served_by.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
             self.unproven, self._unproven_ns = set(self.master.masterships), 0
@@ -261,12 +323,12 @@ class ReplicationCore:
         first_epoch = self._first_epochs.setdefault(vb_id, 0 if is_new else record.epoch)
         self._distrusted.pop(vb_id, None)
         self.records[vb_id] = stored
-        self._followed_masters = None
+        self._unheard.record_changed()
         mastership = self.master.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
             if mastership is not None:
                 self.master.step_down(vb_id, f"epoch {record.epoch} has begun")
-                self.replica.confirmed(vb_id, self._now_ns)
+                self.replica.confirmations.note(vb_id, self._now_ns)
             holds_copy = self._member in record.copies
             self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
             self.replica.follow(vb_id, record, self._now_ns)
@@ -330,7 +392,7 @@ class ReplicationCore:
         if followed := self._followed_and_announced(group):
             self.watermarks.advance(followed)
         for link in self.replica.links.values():
-            link.synced(self._commits.synced_group)
+            link.synced(self._engine.commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
         """Return the followed partitions of a group where it commits something: the master has
@@ -364,14 +426,14 @@ class ReplicationCore:
             self.master.serving.arrivals.expire(now_ns)
         if self.master.handovers.take_pause_end(now_ns):
             self.master.steps.ask()
-        if now_ns >= self._unheard_from_ns:
+        if now_ns >= self._unheard.next_ns:
             self.replica.note_heard(now_ns)
-            self._mark_unheard()
+            self._unheard.mark()
 
     def time_passes(self, now_ns: int) -> None:
         """Note that the process runs, and send heartbeats that are due."""
         self._ran.tick(now_ns)
-        self.master.beat(now_ns)
+        self.master.followers.beat(now_ns)
         self.master.cuts.tick(now_ns)
 
     def missed(self, now_ns: int, lost_ns: int) -> None:
@@ -391,10 +453,10 @@ class ReplicationCore:
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
         active = self.master.serving.active()
-        self.watermarks.advance(self._commits.lagging.keys() | active)
+        self.watermarks.advance(self._engine.commits.lagging.keys() | active)
         self.master.serve(now_ns)
         self.master.serving.arrivals.expire(now_ns)
-        self._mark_unheard()
+        self._unheard.mark()
         self._note_followed()
         self._note_serving()
         changes = self.master.record_changes(self._trusted(), may_write=self._session.may_write)
@@ -456,9 +518,9 @@ class ReplicationCore:
         may_say = self._masters_all and not self._distrusted and view.revision > 0
         seen = StoreSeen(self._session.link, view.revision)
         may_say &= not self.master.serving.has_unserved
-        self.master.note_serving(seen, serves_all=may_say)
+        self.master.departures.note_serving(seen, serves_all=may_say)
         if len(self._sure) < len(self.records):
-            self._note_sure(self.master.serves_by)
+            self._note_sure(self.master.departures.serves_by)
 
     def _note_sure(self, own: StoreSeen) -> None:
         """Note whose master, here or elsewhere, serves by the record that the store has."""
@@ -468,38 +530,11 @@ class ReplicationCore:
                 continue
             master, revision = stored.content.record.master, stored.item.mod_revision
             is_own = master == self._member and revision <= own_revision
-            if is_own or self.replica.is_served(master, revision):
+            if is_own or self.replica.served_by.has(master, revision):
                 self._sure.add(vb_id)
 
     def _note_followed(self) -> None:
         self.master.handovers.note_followed(self._now_ns, self.replica.is_followed)
-
-    def _mark_unheard(self) -> None:
-        """Mark the replicas whose master is not heard, and end their streams. Nothing is done for
-        each partition unless a record or what is heard has changed.
-        """
-        following = self.replica
-        self._unheard_from_ns = following.unheard_from_ns
-        has_new_records = self._followed_masters is None
-        if self._followed_masters is None:
-            self._followed_masters = {
-                self._record_of(vb_id).master
-                for vb_id in self.records.keys() - self.master.masterships.keys()
-            }
-        unheard = frozenset(filter(following.is_unheard, self._followed_masters))
-        if unheard == self._unheard_masters and not has_new_records:
-            return
-        self._unheard_masters = unheard
-        for vb_id, stored in self.records.items():
-            record, part = stored.content.record, self._engine.partitions[vb_id]
-            was_unheard = part.is_unheard
-            part.is_unheard = (
-                part.state == VbState.REPLICA
-                and self._member in record.copies
-                and record.master in unheard
-            )
-            if part.is_unheard and not was_unheard:
-                self._hub.fenced(vb_id)
 
     def take_damages(self) -> list[int]:
         """Return the partitions in which replication met damaged data since the last call, and
@@ -521,12 +556,12 @@ class ReplicationCore:
         if self._reported is None and not self._session.has_read:
             return
         may_be_quiet = self._reported == () and not older and not asked
-        if may_be_quiet and not self._unheard_masters:
+        if may_be_quiet and not self._unheard.masters:
             return
         alive = self._session.view.alive
         suspects = frozenset(
             master
-            for master in self._unheard_masters
+            for master in self._unheard.masters
             if self.replica.is_suspect(master, has_lease=master in alive)
         )
         if may_be_quiet and not suspects:

@@ -3,11 +3,11 @@ members are too slow to stay in sync, and how long it waits for a silent one. Sa
 
 A copy that is filled for the first time can wait; the writes that go on must not wait for it
 (`FillPace`, `FillRate`). A slow disk of one replica delays the answer of every write (`Lateness` of
-`LateMembers`). A node that gets little of a processor lives; it is only late (`HeardGaps`), and it
-blames nobody else for being late (`allowance_ns`, `is_starved`).
+`LateMembers`). A node that gets little of a processor lives; it is only late (`HeardMasters`), and
+it blames nobody else for being late (`allowance_ns`, `is_starved`).
 
 Who calls it: `failover.replication.master` at every tick, `failover.replication.feed` for
-what it fills, `failover.replication.replica` for the gaps.
+what it fills, `failover.replication.replica` for what it hears of masters.
 
 Invariants
 - the rate is between FLOOR_BYTES_PER_S (or the setting, if that is lower) and the setting: a fill
@@ -429,3 +429,92 @@ class HeardGaps:
         if elapsed_ns >= REMEMBERED_NS:
             self._before_ns = self._longest_ns if elapsed_ns < 2 * REMEMBERED_NS else 0
             self._longest_ns, self._since_ns = 0, now_ns
+
+
+class HeardMasters:
+    """When the nodes of masters were last heard, and how long this node waits for a silent one.
+
+    Nobody counts as heard before this process began. All answers are as of the time that `at` was
+    called with.
+    """
+
+    def __init__(
+        self, member: str, ran: RanTime, unheard_ns: int, beat_ns: int, now_ns: int
+    ) -> None:
+        """`member`: this node, which hears no master where it is one itself. `unheard_ns`: a master
+        that was silent for so long is unheard. `beat_ns`: time between its heartbeats.
+        """
+        self._member = member
+        self._ran = ran
+        self._unheard_ns = unheard_ns
+        self._beat_ns = beat_ns
+        self._now_ns = self._started_ns = now_ns
+        self._heard_ns: dict[str, int] = {}
+        self._gaps: dict[str, HeardGaps] = {}
+        """How long the nodes are silent between two words."""
+
+    def at(self, now_ns: int) -> None:
+        """It is this late; monotonic nanoseconds."""
+        self._now_ns = now_ns
+
+    def begin(self, member: str, now_ns: int) -> None:
+        """A member becomes a master: it has as much time for its first word as for any other."""
+        self._heard_ns[member] = now_ns
+
+    def note(self, member: str, heard_ns: int, *, is_refused: bool) -> None:
+        """A master's node was last heard then. One that refuses connections (`is_refused`) has no
+        process: nobody waits for a word of it.
+        """
+        before_ns = self._heard_ns.get(member, 0)
+        if heard_ns > before_ns:
+            self._note_gap(member, before_ns, heard_ns)
+        self._heard_ns[member] = max(before_ns, heard_ns)
+        if is_refused:
+            since_ns = self._now_ns - self._unheard_ns
+            self._heard_ns[member] = min(self._heard_ns[member], since_ns)
+
+    def _note_gap(self, member: str, before_ns: int, heard_ns: int) -> None:
+        gaps = self._gaps.setdefault(member, HeardGaps())
+        if before_ns:
+            gap_ns = heard_ns - before_ns - self._ran.lost_since(before_ns)
+            gaps.note(heard_ns, gap_ns, self._beat_ns)
+
+    def missed_beats(self) -> dict[str, int]:
+        """Return how many heartbeats of each master's node did not come in time."""
+        return {member: gaps.missed_beats for member, gaps in self._gaps.items()}
+
+    def silence_ns(self, member: str, least_ns: int) -> int:
+        """Return how long a node may say nothing on its link: `least_ns`, or longer if it is late
+        again and again.
+        """
+        return self._ran.stretched(max(least_ns, self._patience_ns(member)))
+
+    def _patience_ns(self, member: str) -> int:
+        gaps = self._gaps.get(member)
+        unheard_ns = self._unheard_ns
+        return unheard_ns if gaps is None else gaps.patience_ns(self._now_ns, unheard_ns)
+
+    def is_suspect(self, master: str | None, *, has_lease: bool) -> bool:
+        """Whether a master that is unheard is to be reported. `has_lease`: the metadata store has
+        heard of it. Then it may only be slow, and has the time that it lately took.
+        """
+        if master is None or master == self._member:
+            return True
+        silence_ns = self._patience_ns(master) if has_lease else self._unheard_ns
+        heard_ns = self._heard_ns.get(master, self._started_ns)
+        return self._now_ns - heard_ns >= self._ran.stretched(silence_ns)
+
+    def is_unheard(self, master: str | None) -> bool:
+        """Whether this master was not heard for a while, or there is none."""
+        if master is None or master == self._member:
+            return True
+        return self._now_ns - self._heard_ns.get(master, self._started_ns) >= self._unheard_ns
+
+    @property
+    def unheard_from_ns(self) -> int:
+        """When the first node of a master counts as unheard, unless it is heard before. Only nodes
+        that are heard now count.
+        """
+        unheard_ns = self._unheard_ns
+        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < unheard_ns)
+        return min(heard, default=self._now_ns) + unheard_ns

@@ -26,6 +26,7 @@ from dcp.session.replication_port import ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.stream.remote_readers import Held, held_by
 from dcp.wire.message import StreamRequest
+from failover.coordinator.cluster_session import ClusterSession
 from failover.coordinator.effects import Notice
 from failover.coordinator.records import StoredPartition
 from failover.coordinator.view import Stored
@@ -46,7 +47,7 @@ from failover.replication.messages import (
     unpack_control_entry,
     versions_of,
 )
-from failover.replication.pace import HeardGaps
+from failover.replication.pace import HeardMasters
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
@@ -274,6 +275,70 @@ class DroppedCopies:
         return now_ns - last_ns >= REST_NS or now_ns - first_ns >= ROOM_NS
 
 
+class ServedBy:
+    """By which records of the metadata store other masters serve, as they say."""
+
+    def __init__(self, session: ClusterSession) -> None:
+        self._session = session
+        self._revisions: dict[str, int] = {}
+        """Member -> up to which revision. Only for this node's present connection to the store."""
+
+    def begin_again(self) -> None:
+        """There is a new connection to the store: nobody has said anything about it yet."""
+        self._revisions.clear()
+
+    def note(self, master: str, seen: StoreSeen) -> None:
+        """A master serves all that it masters by the records that it has seen."""
+        if seen.link == self._session.link_of(master):
+            self._revisions[master] = max(self._revisions.get(master, 0), seen.revision)
+
+    def has(self, master: str | None, revision: int) -> bool:
+        """Whether a master has said that it serves by a record of this mod revision, of the store
+        to which this node has its present connection.
+        """
+        return master is not None and self._revisions.get(master, 0) >= revision
+
+
+class Redials:
+    """When nodes were dialled, and may be again."""
+
+    def __init__(self) -> None:
+        self._dialled_ns: dict[str, int] = {}
+        self.pauses_ns: dict[str, int] = {}
+        """By member that does not let this node in, or is not accepted: time between attempts."""
+
+    def take(self, member: str, now_ns: int, *, was_barred: bool) -> bool:
+        """Return whether a member's node may be dialled; it is dialled then. `was_barred`: one of
+        the two nodes did not accept the other on the link before.
+        """
+        pause_ns = self.pauses_ns.get(member, REDIAL_NS)
+        if now_ns - self._dialled_ns.get(member, -pause_ns) < pause_ns:
+            return False
+        self.pauses_ns.pop(member, None)
+        if was_barred:
+            self.pauses_ns[member] = min(2 * pause_ns, BARRED_REDIAL_NS_MAX)
+        self._dialled_ns[member] = now_ns
+        return True
+
+
+class Confirmations:
+    """When this process last confirmed a partition's master, or was it, apart from links that still
+    follow it. What it confirmed before it began is not known, so all counts as confirmed then.
+    """
+
+    def __init__(self, now_ns: int) -> None:
+        self._started_ns = now_ns
+        self._at_ns: dict[int, int] = {}
+
+    def note(self, vb_id: int, at_ns: int) -> None:
+        """Note that this process confirmed a master of a partition, or was one, until then."""
+        self._at_ns[vb_id] = max(self._at_ns.get(vb_id, 0), at_ns)
+
+    def last_ns(self, vb_id: int) -> int:
+        """Return when that was last."""
+        return max(self._at_ns.get(vb_id, 0), self._started_ns)
+
+
 class Replica:
     """See the module."""
 
@@ -291,30 +356,25 @@ class Replica:
         """`records`: the newest record of each partition that was acted upon."""
         self._engine = parts.engine
         self._changes = changes
-        self._ran = parts.ran
         self._identity = parts.identity
         self._settings = parts.settings
-        self._session = parts.session
         self._records = records
         self._watermarks = watermarks
         self._handovers = handovers
         self.store_seen = store_seen
         """See ReplicaSide."""
-        self._served_by: dict[str, int] = {}
-        """Member -> up to which revision of the metadata store it serves by its records. Only for
-        this node's present connection to that store."""
+        self.served_by = ServedBy(parts.session)
         self._effects = parts.effects
-        self._now_ns = self._started_ns = now_ns
+        self._now_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
         """By member, the links to the nodes of masters."""
-        self._heard_ns: dict[str, int] = {}
-        self._gaps: dict[str, HeardGaps] = {}
-        """How long masters' nodes are silent between two words."""
-        self._dialled_ns: dict[str, int] = {}
-        self._pauses_ns: dict[str, int] = {}
-        """By member that does not let this node in, or is not accepted: time between attempts."""
-        self._confirmed_ns: dict[int, int] = {}
-        """When a partition's master was last confirmed, on links that are left or gone."""
+        self.heard = HeardMasters(
+            parts.identity.member, parts.ran, parts.settings.unheard_ns, parts.settings.beat_ns,
+            now_ns,
+        )  # fmt: skip
+        self.redials = Redials()
+        self.confirmations = Confirmations(now_ns)
+        """On links that are left or gone."""
         self.rollbacks = 0
         """How often a partition was cut back to where its master's history parts."""
         self._has_gaps = False
@@ -331,20 +391,9 @@ class Replica:
 
     # -- the metadata store may go back to an older copy -------------------------------------------
 
-    def begin_again(self) -> None:
-        """There is a new connection to the store: nobody has said anything about it yet."""
-        self._served_by.clear()
-
     def master_serves(self, master: str, seen: StoreSeen) -> None:
         """See ReplicaSide."""
-        if seen.link == self._session.link_of(master):
-            self._served_by[master] = max(self._served_by.get(master, 0), seen.revision)
-
-    def is_served(self, master: str | None, revision: int) -> bool:
-        """Whether a master has said that it serves by a record of this mod revision, of the store
-        to which this node has its present connection.
-        """
-        return master is not None and self._served_by.get(master, 0) >= revision
+        self.served_by.note(master, seen)
 
     def records_were_kept(self) -> None:
         """More of the metadata store's records is on disk here: the masters wait for that."""
@@ -366,7 +415,7 @@ class Replica:
         known = self.links.get(master)
         if known is None or not known.follows_any:
             # Nothing was to be heard of it until now: it has as much time as any other master.
-            self._heard_ns[master] = now_ns
+            self.heard.begin(master, now_ns)
         followed = self._link_to(master)
         if followed is not None:
             followed.follow(vb_id, record.epoch, now_ns, record.number_of(member) or 0)
@@ -383,7 +432,7 @@ class Replica:
 
     def _leave(self, link: ReplicaLink, vb_id: int) -> None:
         if link.follows(vb_id):
-            self.confirmed(vb_id, link.confirmed_ns)
+            self.confirmations.note(vb_id, link.confirmed_ns)
             link.leave(vb_id)
 
     def _link_to(self, member: str) -> ReplicaLink | None:
@@ -391,17 +440,13 @@ class Replica:
         link = self.links.get(member)
         if link is not None and link.state is not LinkState.CLOSED:
             return link
-        pause_ns = self._pauses_ns.get(member, REDIAL_NS)
-        if self._now_ns - self._dialled_ns.get(member, -pause_ns) < pause_ns:
+        was_barred = link is not None and link.is_barred
+        if not self.redials.take(member, self._now_ns, was_barred=was_barred):
             return None
-        self._pauses_ns.pop(member, None)
         if link is not None:
-            if link.is_barred:
-                self._pauses_ns[member] = min(2 * pause_ns, BARRED_REDIAL_NS_MAX)
             self._keep_confirmations(link)
             self._senders.link_gone(member, link.newest_group)
             self._has_gaps = True  # what it followed is followed on the new one
-        self._dialled_ns[member] = self._now_ns
         identity = self._identity
         greeting = Greeting(
             self._settings.format, identity.cluster, identity.member, identity.incarnation, member
@@ -417,8 +462,7 @@ class Replica:
         """Let time pass; note what links that are gone have confirmed."""
         self.note_heard(now_ns)
         for member, link in self.links.items():
-            silence_ns = max(HEARD_NS_MAX, self._patience_ns(member))
-            link.tick(now_ns, self._ran.stretched(silence_ns))
+            link.tick(now_ns, self.heard.silence_ns(member, HEARD_NS_MAX))
             if link.state is LinkState.CLOSED:
                 self._has_gaps = True
                 self._keep_confirmations(link)
@@ -438,60 +482,24 @@ class Replica:
         }
 
     def note_heard(self, now_ns: int) -> None:
-        """Note when the masters' nodes were last heard. One whose connections are refused has no
-        process: nobody waits for a word of it.
-        """
+        """Note when the masters' nodes were last heard."""
         self._now_ns = now_ns
+        self.heard.at(now_ns)
         for member, link in self.links.items():
-            heard_ns = self._heard_ns.get(member, 0)
-            if link.master_heard_ns > heard_ns:
-                self._note_gap(member, heard_ns, link.master_heard_ns)
-            self._heard_ns[member] = max(heard_ns, link.master_heard_ns)
-            if link.is_refused:
-                since_ns = now_ns - self._settings.unheard_ns
-                self._heard_ns[member] = min(self._heard_ns[member], since_ns)
-
-    def _note_gap(self, member: str, before_ns: int, heard_ns: int) -> None:
-        gaps = self._gaps.setdefault(member, HeardGaps())
-        if before_ns:
-            gap_ns = heard_ns - before_ns - self._ran.lost_since(before_ns)
-            gaps.note(heard_ns, gap_ns, self._settings.beat_ns)
-
-    def missed_beats(self) -> dict[str, int]:
-        """Return how many heartbeats of each master's node did not come in time."""
-        return {member: gaps.missed_beats for member, gaps in self._gaps.items()}
-
-    def _patience_ns(self, member: str) -> int:
-        gaps = self._gaps.get(member)
-        unheard_ns = self._settings.unheard_ns
-        return unheard_ns if gaps is None else gaps.patience_ns(self._now_ns, unheard_ns)
+            self.heard.note(member, link.confirmed_ns, is_refused=link.is_refused)
 
     def is_suspect(self, master: str | None, *, has_lease: bool) -> bool:
         """Whether a master that is unheard is to be reported. `has_lease`: the metadata store has
         heard of it. Then it may only be slow, and has the time that it lately took.
         """
-        if master is None or master == self._identity.member:
-            return True
-        link = self.links.get(master)
-        if link is not None and link.is_refused:
-            return True
-        silence_ns = self._patience_ns(master) if has_lease else self._settings.unheard_ns
-        heard_ns = self._heard_ns.get(master, self._started_ns)
-        return self._now_ns - heard_ns >= self._ran.stretched(silence_ns)
-
-    @property
-    def unheard_from_ns(self) -> int:
-        """When the first node of a master counts as unheard, unless it is heard before. Only nodes
-        that are heard now count.
-        """
-        unheard_ns = self._settings.unheard_ns
-        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < unheard_ns)
-        return min(heard, default=self._now_ns) + unheard_ns
+        link = None if master is None else self.links.get(master)
+        is_refused = link is not None and link.is_refused
+        return is_refused or self.heard.is_suspect(master, has_lease=has_lease)
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""
         for vb_id in link.followed():
-            self.confirmed(vb_id, link.confirmed_ns)
+            self.confirmations.note(vb_id, link.confirmed_ns)
 
     def take_gaps(self) -> bool:
         """Return whether `follow` must be called for all partitions again, and forget it."""
@@ -502,23 +510,9 @@ class Replica:
         """Whether the present master of a partition feeds this node."""
         return any(link.is_open(vb_id) for link in self.links.values())
 
-    def is_unheard(self, master: str | None) -> bool:
-        """Whether this master was not heard for a while, or there is none."""
-        if master is None or master == self._identity.member:
-            return True
-        return (
-            self._now_ns - self._heard_ns.get(master, self._started_ns) >= self._settings.unheard_ns
-        )
-
-    # -- confirmations -----------------------------------------------------------------------------
-
-    def confirmed(self, vb_id: int, at_ns: int) -> None:
-        """Note that this process confirmed a master of a partition, or was one, until then."""
-        self._confirmed_ns[vb_id] = max(self._confirmed_ns.get(vb_id, 0), at_ns)
-
     def last_confirmed_ns(self, vb_id: int) -> int:
         """Return when this process may last have confirmed another master of a partition."""
-        confirmed_ns = max(self._confirmed_ns.get(vb_id, 0), self._started_ns)
+        confirmed_ns = self.confirmations.last_ns(vb_id)
         for link in self.links.values():
             if link.follows(vb_id):
                 confirmed_ns = max(confirmed_ns, link.confirmed_ns)

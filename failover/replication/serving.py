@@ -1,5 +1,5 @@
 """Which partitions a master serves, until when their replicas have confirmed it, and why one is not
-served. Sans-IO.
+served; how those that follow it keep up, and who still counts after it has left. Sans-IO.
 
 Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
 Such partitions are *steady*. A look at each in-sync set and each feed says the same of them as one
@@ -27,13 +27,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
+from failover.coordinator.clock import RanTime
+from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.view import ClusterView
 from failover.replication.commit import OpenGroups
 from failover.replication.effects import PartitionsArrived, ReplicationEffect
 from failover.replication.feed import ReplicaFeed
 from failover.replication.handover import GROUP_MAX
 from failover.replication.mastership import Mastership, Service
-from failover.rules.isr import CONFIRMATION_NS, confirmed_until_ns, may_answer_reads
+from failover.replication.messages import NOT_SEEN, StoreSeen
+from failover.replication.pace import LateMembers, allowance_ns, is_starved
+from failover.replication.progress import SILENCE_NS_MAX
+from failover.rules.isr import CONFIRMATION_NS, Lateness, confirmed_until_ns, may_answer_reads
 from failover.rules.promotion import may_send_back
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import knows_collections
@@ -97,6 +103,134 @@ class Arrivals:
         """Leave one effect, however many partitions it is about."""
         if not any(isinstance(effect, PartitionsArrived) for effect in self._effects):
             self._effects.append(PartitionsArrived())
+
+
+class Departures:
+    """The partitions of a master where somebody still counts who has left the in-sync set.
+
+    Such a member counts until all members of the newer set hold the record durably that says so
+    (`failover.rules.isr.is_held`). The metadata store may go back to an older copy, in which it is
+    in sync. Then each member of the newer set knows better.
+    """
+
+    def __init__(
+        self,
+        member: str,
+        session: ClusterSession,
+        kept: SeenRecords,
+        masterships: Mapping[int, Mastership],
+        feeds: Mapping[str, ReplicaFeed],
+    ) -> None:
+        self._member = member
+        self._session = session
+        self._kept = kept
+        self._masterships = masterships
+        self._feeds = feeds
+        self._parting: set[int] = set()
+        self.serves_by = NOT_SEEN
+        """By which records of the store this node serves all that it masters."""
+
+    def note(self, vb_id: int) -> None:
+        """A partition has a newer record: members may have left its in-sync set by it."""
+        if self._masterships[vb_id].has_parting:
+            self._parting.add(vb_id)
+            self._release((vb_id,))
+
+    def release(self) -> list[int]:
+        """More of the store's records is on disk, here or at a member: return the partitions where
+        nobody counts any more who has left the in-sync set.
+        """
+        return self._release(tuple(self._parting)) if self._parting else []
+
+    def _release(self, vb_ids: Iterable[int]) -> list[int]:
+        seen = {
+            member: feed.seen.revision
+            for member, feed in self._feeds.items()
+            if feed.seen.link == self._session.link_of(member)
+        }
+        seen[self._member] = self._kept.kept_revision
+        masterships = self._masterships
+        held = [
+            vb_id
+            for vb_id in vb_ids
+            if vb_id not in masterships or masterships[vb_id].members_saw(seen)
+        ]
+        self._parting.difference_update(held)
+        return [vb_id for vb_id in held if vb_id in masterships]
+
+    def note_serving(self, seen: StoreSeen, *, serves_all: bool) -> None:
+        """Note by which records of the store this node serves, if it serves by all of them."""
+        if seen.link != self.serves_by.link:
+            self.serves_by = NOT_SEEN
+        if serves_all and not self._parting:
+            self.serves_by = seen
+
+
+class Followers:
+    """How the members that follow a master keep up, all partitions of each taken together."""
+
+    def __init__(
+        self,
+        member: str,
+        ran: RanTime,
+        lag_max_ns: int,
+        feeds: Mapping[str, ReplicaFeed],
+        groups: OpenGroups,
+        now_ns: int,
+    ) -> None:
+        self._member = member
+        self._ran = ran
+        self._lag_max_ns = lag_max_ns
+        self._feeds = feeds
+        self._groups = groups
+        self._late = LateMembers(lag_max_ns, now_ns)
+        self._caught_up_ns: dict[str, int] = {}
+        """When members had all that was synced here, in all partitions that they follow."""
+        self._steady_ns: dict[str, int] = {}
+        """The same as of the last tick, for partitions that were steady until then."""
+
+    @property
+    def allowance_ns(self) -> int:
+        """How much later than usual a silent member leaves its in-sync set."""
+        return allowance_ns(self._ran, self._lag_max_ns)
+
+    def beat(self, now_ns: int) -> None:
+        """Let feeds ask their replicas whether this node is still the master, where that is due."""
+        silence_ns = self._ran.stretched(SILENCE_NS_MAX)
+        for feed in tuple(self._feeds.values()):
+            feed.heartbeat.silence_ns = silence_ns
+            feed.tick(now_ns)
+
+    def look_for_late(self, now_ns: int) -> Lateness:
+        """Return who acknowledges late. A member that is filled is not judged meanwhile."""
+        delays = {}
+        for member, feed in self._feeds.items():
+            if feed.inflights.delays.has_news and feed.streams.is_filling:
+                feed.inflights.delays.take(now_ns)
+            else:
+                delays[member] = feed.inflights.delays
+        return self._late.look(now_ns, delays, is_starved=is_starved(self._ran, now_ns))
+
+    def any_in_sync(self, members: frozenset[str]) -> bool:
+        """Whether any of these is in sync, in any partition."""
+        return any(not members.isdisjoint(each.members) for each in self._groups.in_sync_sets())
+
+    def note_caught_up(self, now_ns: int) -> bool:
+        """Note who has caught up; return whether no member in sync lags, in any partition."""
+        for member, feed in self._feeds.items():
+            if feed.take_caught_up():
+                self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), feed.asked_ns)
+        since_ns = now_ns - self._lag_max_ns - self.allowance_ns
+        caught_up = {member for member, at_ns in self._caught_up_ns.items() if at_ns >= since_ns}
+        caught_up.add(self._member)
+        return all(in_sync.members <= caught_up for in_sync in self._groups.in_sync_sets())
+
+    def take_steady(self) -> Mapping[str, int]:
+        """Return when members had caught up as of the last tick, for partitions that were steady
+        until then. Call it at every tick.
+        """
+        steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
+        return steady_ns
 
 
 class Fence(NamedTuple):
@@ -188,7 +322,7 @@ class Serving:
 
     def _note_changes(self) -> None:
         for feed in self._feeds.values():
-            for vb_id in feed.take_changed():
+            for vb_id in feed.streams.changes.take():
                 self.changed(vb_id)
         alive = dict.fromkeys(self._view.alive)
         if alive != self._alive:

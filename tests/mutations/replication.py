@@ -75,8 +75,8 @@ REPLICATION = (
     # -- links between nodes -------------------------------------------------------------------
     Mutation(
         "acknowledgement-of-a-closed-stream",
-        "                if self._progress.get(each.vb_id) is progress:\n",
-        "                if each.vb_id in self._progress:\n",
+        "                if self.streams.progress.get(each.vb_id) is progress:\n",
+        "                if each.vb_id in self.streams.progress:\n",
         ("test_feed", "test_copies"),
     ),
     Mutation(
@@ -95,7 +95,7 @@ REPLICATION = (
     Mutation(
         "unsynced-message-acknowledged",
         "            unsynced.append((group, number))\n        else:\n",
-        "            self._synced_number = number\n        else:\n",
+        "            self.synced_number = number\n        else:\n",
         ("test_link", "test_copies"),
     ),
     Mutation(
@@ -191,8 +191,8 @@ REPLICATION = (
     ),
     Mutation(
         "left-behind-and-still-in-step",
-        "        self._replicating.discard(part.vb_id)\n        self._all_replicating = None\n",
-        "        self._replicating.discard(part.vb_id)\n",
+        "        self.replicating.discard(vb_id)\n        self._all_replicating = None\n",
+        "        self.replicating.discard(vb_id)\n",
         ("test_groups",),
     ),
     Mutation(
@@ -209,7 +209,7 @@ REPLICATION = (
     ),
     Mutation(
         "stream-opened-amid-a-group-misses-it",
-        "                progress.become_probe(progress.next)\n",
+        "            progress.become_probe(progress.next)\n",
         "",
         ("test_commit",),
     ),
@@ -313,7 +313,8 @@ REPLICATION = (
     ),
     Mutation(
         "confirmation-forgotten-with-the-link",
-        "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
+        "            self.confirmations.note(vb_id, link.confirmed_ns)\n"
+        "            link.leave(vb_id)\n",
         "            link.leave(vb_id)\n",
         ("test_replica",),
     ),
@@ -343,8 +344,8 @@ REPLICATION = (
     ),
     Mutation(
         "replica-of-a-stopped-process-answers",
-        "        if now_ns >= self._unheard_from_ns:\n",
-        "        if now_ns < self._unheard_from_ns:\n",
+        "        if now_ns >= self._unheard.next_ns:\n",
+        "        if now_ns < self._unheard.next_ns:\n",
         ("test_node",),
     ),
     Mutation(

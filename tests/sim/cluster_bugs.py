@@ -173,14 +173,16 @@ def _takes_over_unchecked(handover: object, _log: FailoverLog, _end_seqno: int) 
 _next_record = Master._next_record
 
 
-def _hands_over_early(core: Master, of: Mastership) -> ReplicationRecord | None:
+def _hands_over_early(
+    core: Master, of: Mastership, *, may_hand_over: bool = False
+) -> ReplicationRecord | None:
     """A master hands over without waiting until all is committed. Either check alone is enough to
     keep the histories equal, so the bug leaves out both.
     """
     part, committed_seqno = of.part, of.part.committed_seqno
     part.committed_seqno = part.high_seqno
     try:
-        return _next_record(core, of)
+        return _next_record(core, of, may_hand_over=may_hand_over)
     finally:
         part.committed_seqno = committed_seqno
 

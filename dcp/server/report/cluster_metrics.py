@@ -137,7 +137,7 @@ def _lag_bytes(of: MetricSources, member: str, lag: _Lag) -> float:
 
 def _missed_beats(of: MetricSources) -> Samples:
     view, replica = _cluster(of).session.view, _cluster(of).core.replica
-    return [((name_of(view, each),), count) for each, count in replica.missed_beats().items()]
+    return [((name_of(view, each),), count) for each, count in replica.heard.missed_beats().items()]
 
 
 def _moves_left(of: MetricSources) -> float:
@@ -220,7 +220,7 @@ CLUSTER_METRICS: Final[tuple[MetricSpec, ...]] = (
         "Renewals of this node's lease in the metadata store that left less than a third of its"
         " time, and leases that ran out.",
         "rising: the metadata store is slow, or this node gets too little of a processor",
-        one(lambda of: _cluster(of).session.membership.late_renewals),
+        one(lambda of: _cluster(of).session.membership.renewals.late),
     ),
     MetricSpec(
         "dcpd_metadata_store_seconds", "histogram", "seconds", (),

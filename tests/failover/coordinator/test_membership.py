@@ -267,16 +267,16 @@ def test_a_late_answer_to_a_keep_alive_counts() -> None:
     for now_ns in range(0, 2_900 * MS, TICK_NS):
         asked += [each for each in membership.on_event(now_ns, Tick()) if isinstance(each, Submit)]
     assert len(asked) == 2
-    assert membership.late_renewals == 0
+    assert membership.renewals.late == 0
     membership.on_event(2_900 * MS, Answered(asked[0].tag, LeaseResult(7, LEASE_TTL_S)))
     for now_ns in range(2_900 * MS, 3_900 * MS, TICK_NS):
         membership.on_event(now_ns, Tick())
     assert membership.lease_id == 7, "it was renewed at 1 s"
-    assert membership.late_renewals == 1
+    assert membership.renewals.late == 1
     for now_ns in range(3_900 * MS, 4_100 * MS, TICK_NS):
         membership.on_event(now_ns, Tick())
     assert not membership.lease_id
-    assert membership.late_renewals == 2, "and then not at all"
+    assert membership.renewals.late == 2, "and then not at all"
 
 
 def test_report_comes_after_alive_key_and_a_look_at_the_store(

@@ -155,7 +155,7 @@ def test_group_that_is_larger_than_window_comes_in_sections() -> None:
 def held(feed: ReplicaFeed) -> int:
     """Everything that a feed keeps, in bytes and pieces."""
     pieces = sum(len(sent.matches) for sent in feed.inflights.sent) + len(feed._questions)
-    tables = len(feed._pending) + len(feed._unannounced) + len(feed._progress)
+    tables = len(feed._pending) + len(feed._unannounced) + len(feed.streams.progress)
     return sum(map(len, feed._out)) + RECORD_BYTES * pieces + tables
 
 

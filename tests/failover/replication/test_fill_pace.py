@@ -155,7 +155,7 @@ def test_copies_that_are_filled_make_no_partition_restless() -> None:
         wire.is_up = False  # nothing is acknowledged
     cluster.run(200 * MS)
     feed = cluster.a.core.master.feeds["b"]
-    assert feed.is_filling
+    assert feed.streams.is_filling
     feed.take_caught_up()
     assert feed.take_caught_up()
 

@@ -135,7 +135,7 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     put(copies, 1)
     copies.rest()
     feed.window_bytes = 1 << 20
-    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
+    feed.streams.fall_behind(copies.a.engine.partitions[1], ())
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
@@ -154,7 +154,7 @@ def test_copy_fed_by_cursor_is_told_that_its_part_is_committed() -> None:
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
     feed = copies.a.core.master.feeds["c"]
-    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
+    feed.streams.fall_behind(copies.a.engine.partitions[1], ())
     for vb_id in (1, 2):
         put(copies, vb_id)
     copies.a.commit()
@@ -482,7 +482,7 @@ def test_changed_byte_closes_the_link_and_applies_nothing() -> None:
 def sent_by_a(copies: Copies, entries: list[bytes], opened: int = 1 << 20) -> None:
     """Let b receive a group of a that a did not make."""
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
-    number = wire.link._number + 1
+    number = wire.link.acks.number + 1
     pieces = pack_group(number, number, opened, (0, 0), share(b"".join(entries)))
     wire.link.receive(b"".join(pieces), copies.now_ns)
 
@@ -522,7 +522,7 @@ def test_commits_of_an_earlier_stream_do_not_count_for_a_later() -> None:
     copies.move()
     copies.b.commit()
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
-    link, number = wire.link, wire.link._number
+    link, number = wire.link, wire.link.acks.number
     copies.b.core.replica.leave(1)
     pieces = pack_group(number + 1, number + 1, 1, (number, number), NOTHING)
     link.receive(b"".join(pieces), copies.now_ns)

@@ -530,7 +530,7 @@ def test_a_disk_that_stands_still_costs_one_note_for_each_group() -> None:
         line.message()
     line.side.groups[1] = 8
     line.message(entries(1, opaque, 2))
-    assert list(line.link._unsynced) == [(7, 1001), (8, 1002)]
+    assert list(line.link.acks.unsynced) == [(7, 1001), (8, 1002)]
     line.sent()
     line.link.synced(7)
     line.link.synced(8)

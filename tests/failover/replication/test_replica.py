@@ -407,7 +407,7 @@ def test_a_node_not_let_in_waits_longer_before_each_attempt() -> None:
     assert pauses_ns[-1] in range(BARRED_REDIAL_NS_MAX, BARRED_REDIAL_NS_MAX + 100 * MS)
     cluster.run(BARRED_REDIAL_NS_MAX + LONG)
     assert following.is_followed(VB), "it is let in now"
-    assert not following._pauses_ns or not following.links["a"].is_barred
+    assert not following.redials.pauses_ns or not following.links["a"].is_barred
 
 
 def test_a_new_link_takes_over_all_that_the_lost_one_followed() -> None:
