@@ -98,7 +98,7 @@ async def cut_over_tls(n1: Node, n2: Node) -> None:
             if held == 100:
                 break
         assert consumer.frontier == cut.time
-        peers = [peer for node in (n1, n2) for peer in node._upkeep._cuts._peers.values()]  # type: ignore[attr-defined]
+        peers = [peer for node in (n1, n2) for peer in node.serving.upkeep._cuts._peers.values()]  # type: ignore[attr-defined]
         assert peers
         assert all(peer._transport.get_extra_info("ssl_object") for peer in peers)
 
