@@ -107,7 +107,7 @@ async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: Test
     async with ClusterHere(tmp_path, **tls_settings("on", ca)) as cluster:
         n1, n2 = await two(cluster)
         await cluster.until_all_in_sync(2)
-        links = [link for node in (n1, n2) for link in node.replicated._links]  # type: ignore[union-attr]
+        links = [link for node in (n1, n2) for link in node.replicated.links._open]  # type: ignore[union-attr]
         assert links
         for link in links:
             assert link._transport is not None
