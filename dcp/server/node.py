@@ -418,7 +418,7 @@ class Node:
         backpressure = Backpressure(engine, health, settings.write_wait_s)
         merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())), groups,
-            storage.device, self._store_queue, commits, backpressure, self.meter, log,
+            storage.device, self._store_queue, commits, backpressure, self.meter.merges, log,
             LogMending(storage.folder.log_path, storage.writer.kept),
         )  # fmt: skip
         compaction = Compaction(
