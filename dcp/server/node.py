@@ -676,7 +676,7 @@ class Node:
     async def _drain(self) -> None:
         """Commit what is pending, and let clients read their answers."""
         await self.write.committer.drain()
-        if not self.write.committer.full_why:
+        if not self.write.committer.room.full_why:
             await self.connections.until_all_gone()
 
     async def _stop_storage(self) -> None:
