@@ -98,7 +98,7 @@ async def work_us(folder: Path) -> dict[str, float]:
     settings = msgspec.structs.replace(Settings(), data=folder, port=0, admin_port=0)
     node = Node(settings, Users(folder / USERS_FILE), EventLog(logging.getLogger("console")))
     await node.start()
-    sampler = node._sampler  # noqa: SLF001
+    sampler = node.serving.sampler
     view = ConsoleView(sampler._sources, sampler, settings)  # noqa: SLF001
 
     def best_us(*work: Callable[[], object]) -> float:

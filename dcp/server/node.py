@@ -47,7 +47,7 @@ from dcp.server.net.sessions import Sessions
 from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
 from dcp.server.observe.event_log import EventLog, MembershipOverError, event_of
-from dcp.server.observe.housekeeping import Housekeeping, Tasks
+from dcp.server.observe.housekeeping import BackgroundWork, Housekeeping, Tasks
 from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tracing import Tracing
@@ -125,6 +125,14 @@ class WriteParts(NamedTuple):
     pager: Pager
 
 
+class ServingParts(NamedTuple):
+    """What clients and operators reach, and what looks after it while it is open."""
+
+    listeners: Listeners
+    upkeep: Upkeep
+    sampler: Sampler
+
+
 class Ending:
     """Whether the server ends, why, and until when."""
 
@@ -155,6 +163,7 @@ class Node:
     health: Health
     views: Views
     write: WriteParts
+    serving: ServingParts
 
     def __init__(
         self,
@@ -179,8 +188,7 @@ class Node:
         self._open_meta = open_meta
         self.replicated: ReplicatedNode | None = None
         """The replication of a node of a cluster; None: the node is alone."""
-        self.live = LiveSettings(settings)
-        self.about = About(self.live)
+        self.about = About(LiveSettings(settings))
         self.ports = Ports()
         self.meter = Meter(settings.slow_after_s)
         self.access = Access(settings, users, log)
@@ -188,21 +196,13 @@ class Node:
         self._hub: StreamHub = StreamHub()
         self.meter.tracing = tracing_of(settings, self._hub)
         self._refusals = RefusalLog(log, self.meter)
-        self._housekeeping = Housekeeping(self.meter, log)
-        self._tasks = Tasks(self._fail)
+        self._background = BackgroundWork(Tasks(self._fail), Housekeeping(self.meter, log))
         self._store_queue = StoreQueue(StoreSupervisor(self._start_store_process), log)
-        self._writing: list[asyncio.Task[None]] = []
-        """Background tasks that make changes of their own: a stop ends them first."""
         self.ending = Ending()
         self._storage: Storage
         self._config: ClusterConfig
-        self._identity: ClusterFile | None = None
-        self._meta: MetaAccess | None = None
         self._enrolment_gate: EnrolmentGate | None = None
         """Made with the first request about a cluster."""
-        self._upkeep: Upkeep
-        self._sampler: Sampler
-        self._listeners: Listeners
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -249,27 +249,27 @@ class Node:
             with contextlib.suppress(UsersFileError):  # a full disk: the next start tries it again
                 self._users.seal_file()
             self._add_first_admin()
-            await self._open_cluster()
+            membership = await self._open_cluster()
         except BaseException:
             self._storage.close(is_clean=False)
             raise
-        self._wire_storage()
+        self._wire_storage(membership)
         self._wire_ports()
         self._follow_settings()
         try:
             await self._begin_writing()
             listener = None if probes is None else await probes.hand_over()
-            await self._listeners.start(listener)
+            await self.serving.listeners.start(listener)
             self._enter_cluster()
-            await self._listeners.serve()
+            await self.serving.listeners.serve()
         except BaseException:
             await self.stop()
             raise
         self.health.is_ready = True
-        self._upkeep.start()
-        self._sampler.start()
+        self.serving.upkeep.start()
+        self.serving.sampler.start()
         if self.health.read_only_why:
-            self._tasks.begin(self._begin_when_there_is_room())
+            self._background.tasks.begin(self._begin_when_there_is_room())
 
     def _is_of_cluster(self) -> bool:
         """Whether this is a member, or becomes one now by its settings."""
@@ -298,23 +298,25 @@ class Node:
         repair = PeerRepair(
             self.engine, replicated, self.access.link_tls, self.write.scrubbing, self._log
         )
-        self._tasks.begin(self._housekeeping.repeat("repair", repair.run))
+        self._background.repeat("repair", repair.run)
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
         nodes = self._settings.cluster_nodes
-        self._tasks.begin(found(replicated, self.about.data_dir, nodes, self._log))
+        founding = found(replicated, self.about.data_dir, nodes, self._log)
+        self._background.tasks.begin(founding)
 
-    async def _open_cluster(self) -> None:
+    async def _open_cluster(self) -> tuple[ClusterFile, MetaAccess] | None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
         settings. Raises FolderError, PortTakenError.
         """
         if not self._is_of_cluster():
-            return
+            return None
         from dcp.server.cluster.joining.becoming_member import entered
 
-        self._identity, self._meta = await entered(self._newcomer(), self._open_meta)
-        if (failed := self._meta.failed) is not None:
-            failed.add_done_callback(self._store_failed)
+        identity, access = await entered(self._newcomer(), self._open_meta)
+        if access.failed is not None:
+            access.failed.add_done_callback(self._store_failed)
+        return identity, access
 
     def _store_failed(self, failed: asyncio.Future[str]) -> None:
         if not failed.cancelled():
@@ -350,7 +352,7 @@ class Node:
         assert gate is not None, "it was entered"
         if gate.enrolment.restarts:
             self.ending.wants_restart = True
-            self._tasks.begin(self.stop())
+            self._background.tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -371,12 +373,10 @@ class Node:
                 expire_when_due, self.write.pager, self.engine, self.write.commits,
                 self._refusals, interval_s=settings.expiry_interval_s,
             )  # fmt: skip
-            self._writing.append(self._tasks.begin(self._housekeeping.repeat("expiry", expire)))
-        scrub = self._housekeeping.repeat("scrub", self.write.scrubbing.run)
-        self._writing.append(self._tasks.begin(scrub))
+            self._background.repeat_writing("expiry", expire)
+        self._background.repeat_writing("scrub", self.write.scrubbing.run)
         if settings.compact_interval_s:
-            compact = self._housekeeping.repeat("compaction", self.write.compaction.run)
-            self._writing.append(self._tasks.begin(compact))
+            self._background.repeat_writing("compaction", self.write.compaction.run)
 
     async def _begin_when_there_is_room(self) -> None:
         while self.health.read_only_why:
@@ -403,10 +403,10 @@ class Node:
 
     # -- wiring ------------------------------------------------------------------------------------
 
-    def _wire_storage(self) -> None:
+    def _wire_storage(self, membership: tuple[ClusterFile, MetaAccess] | None) -> None:
         """Create what changes, commits, merges and compacts."""
         settings, storage, log = self._settings, self._storage, self._log
-        identity = self._identity
+        tasks = self._background.tasks
         self.engine = engine = storage.engine
         self.health = health = Health(
             engine, log, let_writers_go_on=self.connections.writers_may_go_on
@@ -418,7 +418,7 @@ class Node:
         backpressure = Backpressure(engine, health, settings.write_wait_s)
         merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())), groups,
-            storage.device, self._store_queue, commits, backpressure, self.meter, log,
+            storage.device, self._store_queue, commits, backpressure, self.meter.merges, log,
             LogMending(storage.folder.log_path, storage.writer.kept),
         )  # fmt: skip
         compaction = Compaction(
@@ -432,20 +432,18 @@ class Node:
         scrubbing.put_back(storage.env.mend())
         scrubbing.take_files(storage.mended)
         loading = Loading(
-            engine, storage.store, commits, merging, self._store_queue, self._hub, self._tasks,
+            engine, storage.store, commits, merging, self._store_queue, self._hub, tasks,
             self.meter, log, release=self.connections.loaded,
         )  # fmt: skip
         after_commit = AfterCommit(
             self.meter, commits, health, backpressure, self.connections,
-            FailoverLogs(engine, self._store_queue, self._tasks, log), merging, self._tasks,
+            FailoverLogs(engine, self._store_queue, tasks, log), merging, tasks,
         )  # fmt: skip
         self._config = ClusterConfig(
             settings.host, storage.node_id, settings.bucket, engine.num_vbuckets
         )
-        if identity is not None and self._meta is not None:
-            after_commit.follow(
-                self._wire_cluster(identity, self._meta, after_commit, groups, scrubbing)
-            )
+        if membership is not None:
+            after_commit.follow(self._wire_cluster(*membership, after_commit, groups, scrubbing))
         committer = Committer(
             groups, storage.writer, after_commit,
             LogAhead(storage.device, finds_room=settings.durability == "commit"),
@@ -470,16 +468,16 @@ class Node:
         from dcp.server.cluster.replicated_node import LEAVE_MAX_S, ServerParts
 
         self.ending.leave_s = LEAVE_MAX_S
-        storage = self._storage
+        storage, tasks = self._storage, self._background.tasks
         parts = ServerParts(
             self.engine, storage.store, self._hub, groups, self.connections, self._config,
             self._users, self.health, self.meter.cluster, self.access.link_tls, scrubbing,
-            self._tasks, self._log, self.about.data_dir,
+            tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.tell,
         )  # fmt: skip
         self.replicated = replicated_node(parts, storage.node_id, identity, self._settings, access)
         self._users.let_cluster_in(identity.secrets)
-        tries = LinkTries(access, self.access.link_tls, self._tasks)
+        tries = LinkTries(access, self.access.link_tls, tasks)
         self.access.logins.nodes.open(
             self._settings.cluster_tls, self.replicated.hosts, tries.dial_back
         )
@@ -502,7 +500,7 @@ class Node:
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
                 LongQueue(), scans,
             ),
-            access, write.scrubbing, meter, log, self._refusals, self._tasks,
+            access, write.scrubbing, meter, log, self._refusals, self._background.tasks,
             replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
@@ -520,15 +518,15 @@ class Node:
             write.groups, meter, log,
             copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
-        self._sampler = Sampler(sources, self._housekeeping)
+        sampler = Sampler(sources, self._background.housekeeping)
         documents = Documents(engine, self.views, write.commits, write.merging, sessions)
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
-            ConsoleView(sources, self._sampler), engine, self._sampler, documents,
-            is_test_mode, allows_faults=access.limits.allows_faults, brief=self._brief(),
+            ConsoleView(sources, sampler), engine, sampler, documents,
+            is_test_mode, allows_faults=access.limits.allows_faults, brief=self._brief(sampler),
         )  # fmt: skip
         admin_parts = AdminParts(
-            live=self.live, log=log, access=access,
+            live=self.about.live, log=log, access=access,
             users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, write.commits),
@@ -544,16 +542,18 @@ class Node:
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(connections.apply_rights, access),
         )  # fmt: skip
-        self._listeners = Listeners(
+        listeners = Listeners(
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
-        self._upkeep = Upkeep(
-            connections, access, self.views, self._refusals, self._housekeeping,
+        upkeep = Upkeep(
+            connections, access, self.views, self._refusals, self._background.housekeeping,
             self._cut_timer(),
         )  # fmt: skip
+        self.serving = ServingParts(listeners, upkeep, sampler)
 
     def _cut_timer(self) -> CutTimer:
-        closed = ClosedTimes(self.engine, self.about.data_dir, self._tasks, self._log)
+        tasks = self._background.tasks
+        closed = ClosedTimes(self.engine, self.about.data_dir, tasks, self._log)
         if self.replicated is None:
             return CutTimer(self.engine, self._hub, closed)
         from dcp.server.cluster.cut_rounds import CutRounds
@@ -564,26 +564,26 @@ class Node:
             self._hub,
             closed,
             self.access.link_tls,
-            self._tasks,
+            tasks,
             self._log,
         )
 
     def _follow_settings(self) -> None:
         """Have the parts follow the settings that can change while the node runs."""
         LiveParts(
-            self.live, self._log, self.meter, self.access, self.connections, self.engine,
+            self.about.live, self._log, self.meter, self.access, self.connections, self.engine,
             self.write.compaction, self.write.backpressure, self.write.scrubbing,
         ).follow()  # fmt: skip
         if self.replicated is not None:
-            self.live.follow("rebalance_rate", self.replicated.core.master.pace.rate.limit)
+            rate = self.replicated.core.master.pace.rate
+            self.about.live.follow("rebalance_rate", rate.limit)
 
-    def _brief(self) -> Callable[[], ClusterBrief] | None:
+    def _brief(self, sampler: Sampler) -> Callable[[], ClusterBrief] | None:
         if self.replicated is None:
             return None
         from dcp.server.cluster.operators.cluster_figures import cluster_brief, measure_always
 
-        measure = partial(measure_always, self.replicated, self._sampler)
-        self._tasks.begin(self._housekeeping.repeat("figures", measure))
+        self._background.repeat("figures", partial(measure_always, self.replicated, sampler))
         return partial(cluster_brief, self.replicated)
 
     def _cluster_sources(self) -> ClusterSources | None:
@@ -654,13 +654,12 @@ class Node:
         self.ending.begin()
         if self.replicated is not None:
             self.replicated.stop()
-        for part in (self._upkeep, self._sampler, self.write.backpressure):
+        for part in (self.serving.upkeep, self.serving.sampler, self.write.backpressure):
             part.stop()
-        for task in self._writing:
-            task.cancel()
+        self._background.end_writing()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LISTENERS_STOP_S):
-                await self._listeners.stop()
+                await self.serving.listeners.stop()
         self.connections.finish("the server stops")
         if self.ending.failure is None:
             with contextlib.suppress(TimeoutError):
@@ -677,13 +676,13 @@ class Node:
     async def _drain(self) -> None:
         """Commit what is pending, and let clients read their answers."""
         await self.write.committer.drain()
-        if not self.write.committer.full_why:
+        if not self.write.committer.room.full_why:
             await self.connections.until_all_gone()
 
     async def _stop_storage(self) -> None:
-        await self._tasks.stop()
-        if self._meta is not None:
-            await self._meta.close()
+        await self._background.tasks.stop()
+        if self.replicated is not None:
+            await self.replicated.access.close()
         await self.write.merging.stop(self.ending.left_s(1.0))
         is_clean = self.ending.failure is None
         if not await self._store_queue.stop():

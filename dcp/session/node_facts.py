@@ -85,7 +85,7 @@ class MapPush(NamedTuple):
 class MapNews:
     """See the module."""
 
-    __slots__ = ("_dedupes", "_facts", "_has", "_push", "_pushed")
+    __slots__ = ("_dedupes", "_facts", "_has", "_push", "_pushed", "is_owed")
 
     def __init__(self, facts: NodeFacts) -> None:
         self._facts = facts
@@ -95,6 +95,8 @@ class MapNews:
         """Whether the client keeps the map that it was sent, and wants no second copy."""
         self._has = self._pushed = _NONE
         """The version that the client has, and the last one that was pushed."""
+        self.is_owed = False
+        """Whether a push waits until the client reads."""
 
     def hello(self, granted: Container[int]) -> None:
         """Take what HELLO granted."""

@@ -254,7 +254,7 @@ class ServerShell(Shell):
     def mend(self) -> None:
         self.show_records()
         for name in self.replicas:
-            self._replicated(name).cut_members.clear()
+            self._replicated(name).links.cut_members.clear()
 
     def end(self) -> None:
         self._gate.set()

@@ -32,7 +32,7 @@ Found = dict[tuple[str, ...], float]
 
 def metrics_of(node: Node) -> Found:
     """(Name, values of the labels) -> value, as Prometheus reads them."""
-    text = page(node._sampler._sources, by_vbucket=False).decode()
+    text = page(node.serving.sampler._sources, by_vbucket=False).decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -112,7 +112,7 @@ async def test_metrics_while_nodes_die(tmp_path: Path, caplog: pytest.LogCapture
             for number in range(200):
                 await kv.set(f"key-{number}".encode(), b"x" * 1000)
         for node in left:  # as if these changes were old
-            ages = node._sampler._sources.ages
+            ages = node.serving.sampler._sources.ages
             ages._rows.clear()
             ages.sample(0.0, (part.high_seqno for part in node.engine.partitions))
         assert total(cluster, "dcpd_replica_lag_changes", "n3") >= 200

@@ -239,8 +239,8 @@ STEPS = [kill, restart, hand_over, jump, branch, lose]
 def rounds_of(cluster: ClusterHere) -> CutRounds:
     """Return those of the node that leads."""
     leader = min(cluster.nodes.values(), key=member_of)
-    assert isinstance(leader._upkeep._cuts, CutRounds)
-    return leader._upkeep._cuts
+    assert isinstance(leader.serving.upkeep._cuts, CutRounds)
+    return leader.serving.upkeep._cuts
 
 
 def member_of(node: Node) -> str:

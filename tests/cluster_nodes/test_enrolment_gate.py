@@ -110,7 +110,7 @@ async def check_nothing_changes(node: Node) -> None:
         assert b"becoming a member" in answer.value
         flush = await client.ask(pack_request(Opcode.FLUSH))
         assert flush.status == Status.ETMPFAIL
-    collections = node._listeners._admin_parts.collections
+    collections = node.serving.listeners._admin_parts.collections
     with pytest.raises(CollectionsRefusedError, match="becoming a member") as refused:
         await collections.create_scope("s")
     assert refused.value.status == 503
@@ -143,7 +143,7 @@ async def test_a_failed_enrolment_refuses_changes_only_until_it_fails(
         assert not (node.about.data_dir / CLUSTER_FILE).exists()
         async with Client.connect(node) as client:
             assert (await client.ask(SET)).status == Status.OK
-        await node._listeners._admin_parts.collections.create_scope("s")
+        await node.serving.listeners._admin_parts.collections.create_scope("s")
         await asyncio.to_thread(node._users.add, "ada", "lovelace")
 
 

@@ -284,7 +284,7 @@ async def test_a_client_that_asked_for_it_is_pushed_each_newer_map(tmp_path: Pat
 async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         node = await cluster.start("n1")
-        collections = node._listeners._admin_parts.collections
+        collections = node.serving.listeners._admin_parts.collections
         await collections.create_collection("_default", "old", 0)
         await cluster.become_member("n1", copies=2)
         await cluster.start("n2")
@@ -293,7 +293,7 @@ async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> Non
         manifests = [node.engine.keyspace for node in cluster.nodes.values()]
         await until_so(lambda: all(len(each.manifest.collections) == 2 for each in manifests))
         for name, made in (("n1", "one"), ("n2", "two")):
-            parts = cluster.nodes[name]._listeners._admin_parts
+            parts = cluster.nodes[name].serving.listeners._admin_parts
             await parts.collections.create_collection("_default", made, 0)
         await until_so(lambda: manifests[0].manifest == manifests[1].manifest)
         async with cluster.client("n1") as kv:

@@ -53,7 +53,7 @@ def users(cluster: ClusterHere, name: str) -> Users:
 
 
 def collections(cluster: ClusterHere, name: str) -> Collections:
-    return cluster.nodes[name]._listeners._admin_parts.collections
+    return cluster.nodes[name].serving.listeners._admin_parts.collections
 
 
 def collection_names(cluster: ClusterHere, name: str) -> set[str]:

@@ -98,7 +98,7 @@ async def cut_over_tls(n1: Node, n2: Node) -> None:
             if held == 100:
                 break
         assert consumer.frontier == cut.time
-        peers = [peer for node in (n1, n2) for peer in node._upkeep._cuts._peers.values()]  # type: ignore[attr-defined]
+        peers = [peer for node in (n1, n2) for peer in node.serving.upkeep._cuts._peers.values()]  # type: ignore[attr-defined]
         assert peers
         assert all(peer._transport.get_extra_info("ssl_object") for peer in peers)
 
@@ -107,7 +107,7 @@ async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: Test
     async with ClusterHere(tmp_path, **tls_settings("on", ca)) as cluster:
         n1, n2 = await two(cluster)
         await cluster.until_all_in_sync(2)
-        links = [link for node in (n1, n2) for link in node.replicated._links]  # type: ignore[union-attr]
+        links = [link for node in (n1, n2) for link in node.replicated.links._open]  # type: ignore[union-attr]
         assert links
         for link in links:
             assert link._transport is not None

@@ -132,7 +132,7 @@ async def test_a_search_lets_others_run_also_while_it_finds_documents(
     for key in keys_in(VB, "many:", 30):
         await put(node, key, "x")
     monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
-    documents = node._listeners._admin_parts.console.documents
+    documents = node.serving.listeners._admin_parts.console.documents
 
     async def turns(limit: int) -> int:
         return await turns_during(
@@ -217,7 +217,7 @@ async def test_a_search_for_old_versions_ends_and_can_go_on(
 async def test_a_long_history_lets_others_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     seqnos = await put_versions(node, "long-history", 30)
     monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
-    documents = node._listeners._admin_parts.console.documents
+    documents = node.serving.listeners._admin_parts.console.documents
     reading = documents.history(
         b"long-history", "", FULL_RIGHTS, older_than=seqnos[-1] + 10**6, versions_max=50
     )
@@ -230,7 +230,7 @@ async def test_a_branch_meanwhile_ends_the_reading_of_a_history(
     await put_versions(node, "branched", 10)
     part = node.engine.partitions[vbucket_of(b"branched")]
     monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
-    documents = node._listeners._admin_parts.console.documents
+    documents = node.serving.listeners._admin_parts.console.documents
     reading = asyncio.create_task(
         documents.history(b"branched", "", FULL_RIGHTS, older_than=0, versions_max=50)
     )

@@ -331,7 +331,7 @@ async def test_a_change_waits_for_room_and_is_refused_with_the_reason(node: Node
     engine = node.engine
     engine.let_writers_wait()
     waiting = asyncio.create_task(put(node, "patient", "x"))
-    await until(lambda: len(node._listeners._crowd.requests))
+    await until(lambda: len(node.serving.listeners._crowd.requests))
     engine.refuse_writes("", Hold.STORE_BEHIND)
     assert (await waiting).status == 200
     engine.refuse_writes("the disk is full", Hold.LOG_FULL)
@@ -343,7 +343,7 @@ async def test_a_change_waits_for_room_and_is_refused_with_the_reason(node: Node
             "value"
         ] == "x"
         async with aclosing(events(node, "show=none")) as stream:
-            node._sampler.sample()
+            node.serving.sampler.sample()
             assert (await anext(stream))["head"]["why_not"] == "the disk is full"
     finally:
         engine.refuse_writes("", Hold.LOG_FULL)
@@ -400,16 +400,16 @@ async def test_a_page_gets_each_sample_once_also_after_it_was_away(node: Node) -
         assert first["me"]["user"] == "guest"
         assert first["head"]["is_ready"]
         times += first["overview"]["times"]
-        node._sampler.sample()
+        node.serving.sampler.sample()
         second = await anext(stream)
         assert "me" not in second
         times += second["overview"]["times"]
-    node._sampler.sample()
+    node.serving.sampler.sample()
     has = f"after={second['head']['sample']}"
     query = f"show=overview&{has}&boot={second['head']['boot']}"
     async with aclosing(events(node, query)) as stream:
         times += (await anext(stream))["overview"]["times"]
-    assert len(times) == node._sampler.ring.last
+    assert len(times) == node.serving.sampler.ring.last
     assert times == sorted(times)
     # What it has of an earlier run of the server does not count.
     async with aclosing(events(node, f"show=overview&{has}&boot=earlier")) as stream:
@@ -424,7 +424,7 @@ async def test_the_map_and_the_consumers_are_in_the_events(node: Node) -> None:
         assert sum(found["items"]) == sum(part.item_count for part in node.engine.partitions)
         assert found["items"][92] >= 1
         await put(node, "key1", "y")
-        node._sampler.sample()
+        node.serving.sampler.sample()
         found = (await anext(stream))["partitions"]
         assert found["rates"][92] > 0
         assert found["history"][92] == node.engine.partitions[92].high_seqno
@@ -439,21 +439,21 @@ async def test_the_stream_ends_when_the_rights_change(node: Node) -> None:
     async with aclosing(events(node, "show=none", header)) as stream:
         assert not (await anext(stream))["me"]["may"]["operate"]
         node.access.users.grant("u", Role.ADMIN, EVERYTHING)
-        node._sampler.sample()
+        node.serving.sampler.sample()
         assert await anext(stream) == {"rights": True}
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     async with aclosing(events(node, "show=none", header)) as stream:
         assert (await anext(stream))["me"]["may"]["operate"]
         node.access.users.remove("u")
-        node._sampler.sample()
+        node.serving.sampler.sample()
         assert await anext(stream) == {"rights": True}
 
 
 async def test_page_that_reads_nothing_costs_no_memory(node: Node) -> None:
     """Its events are not made: what it gets later is one event with all that is new."""
     made = 0
-    view = node._listeners._admin_parts.console.view
+    view = node.serving.listeners._admin_parts.console.view
     original = view.partition_map
 
     def count() -> bytes:
@@ -467,7 +467,7 @@ async def test_page_that_reads_nothing_costs_no_memory(node: Node) -> None:
     raw.sendall(request("GET", "/api/v1/console/events?show=partitions", login()))
     await until(lambda: made)
     for _ in range(SAMPLES_KEPT):
-        node._sampler.sample()
+        node.serving.sampler.sample()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -475,18 +475,18 @@ async def test_page_that_reads_nothing_costs_no_memory(node: Node) -> None:
     assert made < SAMPLES_KEPT
     before = made
     for _ in range(20):
-        node._sampler.sample()
+        node.serving.sampler.sample()
         await asyncio.sleep(0)
     assert made == before
     assert (await put(node, "still", "works")).status == 200
     async with aclosing(events(node, "show=partitions")) as stream:
-        assert (await anext(stream))["head"]["sample"] == node._sampler.ring.last
+        assert (await anext(stream))["head"]["sample"] == node.serving.sampler.ring.last
     raw.close()
 
 
 @pytest.mark.parametrize("path", ["/api/v1/console/events", "/api/v1/vbuckets/5/documents"])
 async def test_head_of_a_long_answer_is_refused_and_takes_no_place(node: Node, path: str) -> None:
-    streams = node._listeners._crowd.streams
+    streams = node.serving.listeners._crowd.streams
     await until(lambda: not len(streams))
     async with await RawHttp.open(node.ports.admin) as connection:
         await connection.send(request("HEAD", path, login(), "connection: close"))

@@ -15,7 +15,7 @@ from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
 from dcp.server.storage import log_ahead
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
-from dcp.server.storage.log_ahead import LogAhead, Retries
+from dcp.server.storage.log_ahead import LogAhead, WaitForRoom
 from memory.log_device import MEMORY_AHEAD_BYTES
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
@@ -76,7 +76,7 @@ class Server:
             self.told,
             LogAhead(self.device, finds_room=syncs_groups, room_bytes_min=room_bytes_min),
             sync_seconds=Histogram(),
-            retries=Retries(0.001, 0.004),
+            room=WaitForRoom(0.001, 0.004),
         )
         self.committer.start()
         self.is_stopped = False
@@ -122,15 +122,15 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
         server.device.fail_append(1)
         is_first = not server.full
         server.set(b"first", size)
-        await server.until(lambda: server.committer.full_why or len(server.full) > 1)
+        await server.until(lambda: server.committer.room.full_why or len(server.full) > 1)
         if is_first:
-            assert server.full == [server.committer.full_why]
+            assert server.full == [server.committer.room.full_why]
             assert "armed append fault" in server.full[0]
             assert server.committed == []
         server.set(b"second", size)
         await server.committer.drain()
         await server.until(lambda: not server.engine.keyspace.has_pending)
-        await server.until(lambda: not server.committer.full_why)
+        await server.until(lambda: not server.committer.room.full_why)
         server.full = ["", ""]
     assert server.committed == list(range(1, len(server.committed) + 1))
     assert server.groups() == server.committed
@@ -510,7 +510,7 @@ async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Ser
     append = server.device.append
     server.told.published = publish
     server.set(b"small")
-    await server.until(lambda: server.committer.full_why)
+    await server.until(lambda: server.committer.room.full_why)
     assert server.committed == [1]
     await server.until(
         lambda: read_marks(server.device.marks()).end == server.node.writer.synced_end

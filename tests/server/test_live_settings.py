@@ -26,9 +26,9 @@ def test_every_live_setting_reaches_its_part(
 ) -> None:
     async def go() -> None:
         async with node_here(tmp_path, {}) as node:
-            assert node.live.keys == list(CHANGES)
+            assert node.about.live.keys == list(CHANGES)
             for key, value in CHANGES.items():
-                node.live.change(key, value)
+                node.about.live.change(key, value)
                 assert node.about.settings()[key] == value
             windows, connections = node.write.compaction.windows, node.connections
             assert windows == (7200 * 10**9, 3 << 20, 4 * 3600 * 10**9)
@@ -45,7 +45,7 @@ def test_every_live_setting_reaches_its_part(
             assert node.write.scrubbing.period_s == 3 * 86400
             monkeypatch.setattr(resource, "getrlimit", lambda _which: (1000, 1000))
             with pytest.raises(ValueError, match="at most 680: the process may have 1000 files"):
-                node.live.change("connections_max", "900")
+                node.about.live.change("connections_max", "900")
             assert connections.newcomers.connections_max == 50
 
     asyncio.run(go())

@@ -19,7 +19,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer, LogEvents
-from dcp.server.storage.log_ahead import LogAhead, Retries
+from dcp.server.storage.log_ahead import LogAhead, WaitForRoom
 from dcp.server.storage.log_thread import start_group_thread
 from support.forgetful_disk import DRAWS
 from support.memory_node import MemoryNode
@@ -72,7 +72,7 @@ class Files:
             self.told,
             LogAhead(self.device, finds_room=True),
             sync_seconds=Histogram(),
-            retries=Retries(0.001, 0.004),
+            room=WaitForRoom(0.001, 0.004),
         )
         append = self.device.append
 

@@ -103,7 +103,7 @@ class Shell:
         groups: Any = SimpleNamespace(begin_merge=self.merge_again)
         self.merging = Merging(
             engine, self.node.merges, groups, self.node.device, self.queue,
-            CommitWaiters(engine, self.kick), self.pressure, self.meter, log,
+            CommitWaiters(engine, self.kick), self.pressure, self.meter.merges, log,
             LogMending(Path("no folder"), KeptGroups()),
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ async def test_what_a_merge_still_takes_includes_the_wait_for_its_turn(
     assert shell.merging.left_s() == 0.0
     await shell.merge_one()
     assert shell.merging.left_s() == 0.0
-    usual_s = left_of_merge_s(shell.meter.last_merge_s, 0.0)
+    usual_s = left_of_merge_s(shell.meter.merges.last_s, 0.0)
     may_end = asyncio.Event()
 
     async def slice_of(_: Any) -> bool:
@@ -223,7 +223,7 @@ async def test_rests_are_no_part_of_what_a_merge_still_takes(
     monkeypatch.setattr(merging, "time", SimpleNamespace(monotonic=lambda: now_s))
     shell = Shell(None)
     process = await resting(shell)
-    shell.meter.last_merge_s = 4.0
+    shell.meter.merges.last_s = 4.0
     now_s += 2.0
     assert shell.merging.left_s() == left_of_merge_s(4.0, SHARE_UNKNOWN * 2.0)
     process.hurry()
@@ -239,8 +239,8 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     assert shell.merging.count == 1
     assert shell.pressure.updates == NUM_VBUCKETS // DROP_SLICE_VBUCKETS
     assert shell.said[-2:] == ["merge put off", "merging continues"]
-    assert shell.meter.merge_failures == 3 + (first is FULL)
-    assert shell.meter.last_merge_s == shell.meter.merge_seconds.total == 1.5
+    assert shell.meter.merges.failures == 3 + (first is FULL)
+    assert shell.meter.merges.last_s == shell.meter.merges.seconds.total == 1.5
     assert shell.node.engine.partitions[5].merged_seqno == 1
 
 
@@ -275,7 +275,7 @@ async def test_nothing_that_goes_wrong_with_the_store_ends_merging(error: Except
     shell = Shell(*[error] * 6, None)
     await shell.merge_one()
     assert shell.merging.count == 1
-    assert shell.meter.merge_failures == 6 - (error is DIED), "the first death may be an accident"
+    assert shell.meter.merges.failures == 6 - (error is DIED), "the first death may be an accident"
 
 
 async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:

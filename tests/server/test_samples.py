@@ -133,7 +133,7 @@ class FollowerOf:
             name=name.encode(), streams=lambda: iter(streams), phase_of=lambda one: one.phase,
             unacked_bytes=0, window_bytes=0, unacked_s=lambda _now_ns: self.unacked_s,
         )  # fmt: skip
-        self.peer = f"peer of {name}"
+        self.logins = SimpleNamespace(peer=SimpleNamespace(address=f"peer of {name}"))
         self.unacked_s = 0.0
         state = SimpleNamespace(producer=producer, login=SimpleNamespace(user="u"))
         self.session = SimpleNamespace(state=state)

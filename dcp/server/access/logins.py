@@ -238,7 +238,9 @@ class PeerLogins:
 
     def __init__(self, logins: Logins, peer: Peer) -> None:
         self._logins = logins
-        self._peer = peer
+        self.peer = peer
+        self.out_since_ns = 0
+        """Since when nobody is logged in, if so; monotonic. The connection sets it."""
         self._mechanism = ""
         self._claimed = ""
         self._entered = ""
@@ -253,7 +255,7 @@ class PeerLogins:
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:
         """Return the mechanisms on offer."""
         mechanisms = self._logins.users.mechanisms(peer_is_loopback)
-        if self._logins.nodes.takes_certificates(self._peer.certificate):
+        if self._logins.nodes.takes_certificates(self.peer.certificate):
             mechanisms.insert(0, EXTERNAL)
         if self._logins.nodes.tries_links:
             mechanisms.append(DIAL_BACK)
@@ -272,7 +274,7 @@ class PeerLogins:
         login = read_plain(initial)
         if isinstance(login, AuthStep):
             return self._judge(login)
-        step = self._logins.check_password(self._peer, login.user, login.password, self._checked)
+        step = self._logins.check_password(self.peer, login.user, login.password, self._checked)
         if isinstance(step, AuthStep):
             return self._judge(step)
         self._ticket = step
@@ -282,13 +284,13 @@ class PeerLogins:
         """Return the outcome of a login as a node of the cluster, with a certificate."""
         logins = self._logins
         claimed = user if is_node_user(user) else CLUSTER_USER
-        if why := logins.nodes.certificate_refusal(self._peer.certificate):
+        if why := logins.nodes.certificate_refusal(self.peer.certificate):
             return AuthStep(Status.AUTH_ERROR, claimed=claimed, why=why)
         return logins.users.plain_step(CLUSTER_USER, is_right=True)._replace(claimed=claimed)
 
     def _dial_back(self, request: bytes) -> AuthStep | None:
         """Begin to try a link to a node that wants to become a member."""
-        peer, nodes = self._peer, self._logins.nodes
+        peer, nodes = self.peer, self._logins.nodes
         begun = nodes.dial_back(
             request, peer.certificate, is_tls=peer.over == KV_TLS, tell=self._dialled
         )
@@ -305,7 +307,7 @@ class PeerLogins:
 
     def _audit_try(self, step: AuthStep) -> None:
         """Audit a try of a link. It lets nobody in, and a wrong proof counts as a wrong secret."""
-        logins, peer = self._logins, self._peer
+        logins, peer = self._logins, self.peer
         if step.status == Status.OK:
             logins.audit.write(
                 "login", user=step.claimed, peer=peer.address, over=peer.over,
@@ -337,7 +339,7 @@ class PeerLogins:
         self.on_outcome(self._judge(step))
 
     def _judge(self, step: AuthStep) -> AuthStep:
-        logins, peer = self._logins, self._peer
+        logins, peer = self._logins, self.peer
         name = self._claimed = step.claimed or self._claimed
         is_node = is_node_user(name) and self._mechanism != PLAIN
         blocked = ""

@@ -119,7 +119,7 @@ class CutRounds(CutTimer):
     def draw(self) -> None:
         """Begin a cut of the cluster, if somebody follows cuts here, and this node leads."""
         self._tell()
-        members = self._replicated.session.view.members.keys() - self._replicated.cut_members
+        members = self._replicated.session.view.members.keys() - self._replicated.links.cut_members
         self._carry_out(self._led.draw(elapsed_ns(), time.time_ns(), members))
 
     def next_ns(self) -> int:

@@ -45,9 +45,10 @@ from dcp.server.access.link_tls import (
     link_trouble,
 )
 from dcp.server.access.users import node_user
-from dcp.server.cluster.node_map import host_and_port
+from dcp.server.cluster.node_map import host_and_port, tls_address_of
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import LinkBytes
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
@@ -324,3 +325,86 @@ class OwnLinks:
 
 def _written(_result: StoreResult) -> None:
     """Do nothing: the view says whether it was written."""
+
+
+class MemberLinks:
+    """The connections of this node's copies to the nodes of their masters, until each has ended.
+
+    `traffic` counts bytes by the name of the other node.
+    """
+
+    def __init__(
+        self,
+        session: ClusterSession,
+        meta: MetaStore,
+        tls: LinkTls | None,
+        traffic: dict[str, LinkBytes],
+        tasks: Tasks,
+        log: EventLog,
+    ) -> None:
+        self._view = session.view
+        self._tls = tls
+        self._traffic = traffic
+        self._tasks = tasks
+        self._open: list[MemberLink] = []
+        self.own = OwnLinks(session, meta, log)
+        """What the other members are told of links that there are not."""
+        self.cut_members: set[str] = set()
+        """Members that this node dials no more, for tests."""
+
+    def dial(
+        self, link: ReplicaLink, member: str, login: NodeLogin, on_bytes: Callable[[], None]
+    ) -> None:
+        """Connect a link to the node of a member. `on_bytes` is called after the link has taken
+        bytes, and at its end.
+        """
+        stored, tls = self._view.members.get(member), self._tls
+        if stored is None or member in self.cut_members:
+            link.closed()
+            return
+        record = stored.content
+        name = f"node {record.name or record.member}"
+        connection = MemberLink(
+            link, login, on_bytes, tls=tls, name=name, member=member,
+            traffic=self._traffic[record.name or record.member],
+        )  # fmt: skip
+        self._open.append(connection)
+        address = record.address if tls is None else tls_address_of(record)
+        if address:
+            self._tasks.begin(connection.dial(address))
+        else:
+            advice = "Start it with --tls-cert, and with the same --cluster-tls"
+            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+
+    def cut_off(self, member: str) -> None:
+        """End the link to a node, and dial it no more until `cut_members` has lost it."""
+        self.cut_members.add(member)
+        for each in self._open:
+            if each.member == member:
+                each.cut()
+
+    def flush(self) -> None:
+        """Send what the links have to send."""
+        for each in self._open:
+            each.flush()
+
+    def drop_ended(self) -> None:
+        """Forget the connections of which nothing more comes."""
+        self._open = [each for each in self._open if not self._has_ended(each)]
+
+    def _has_ended(self, connection: MemberLink) -> bool:
+        """Whether nothing more comes of a connection; tell once why there is none."""
+        if connection.is_in or connection.link.is_refused:  # refused: that node is down now
+            self.own.over(connection.member)
+        if not connection.is_over:
+            return False
+        if connection.trouble is not None:
+            self.own.failed(elapsed_ns(), connection.member, connection.trouble)
+        return True
+
+    def close(self) -> None:
+        """End all of them: the node stops."""
+        for each in self._open:
+            each.link.closed()
+            each.flush()
+        self._open.clear()

@@ -1,9 +1,17 @@
-"""What a node writes of itself into the metadata store: its address, its clock, its figures.
+"""What a node writes of itself into the metadata store, and whether it is a member by that.
+
+**It writes** its address, its clock and its figures.
 
 Its own record says where nodes and clients reach it. Only a member that is recorded changes its
 record. One that was removed does not come back by itself.
 
 The other members' clock records tell it whose clock is far from its own.
+
+**A process acts as its member** once it is registered. It does not register while it cannot write
+(`why_idle`): then it only follows the records, to tell its clients where the partitions are. Two
+processes of one member would both count as master of the same epoch, and each would answer writes
+that the other does not have. So a process that finds another one in its place ends, and so does one
+whose member was removed.
 """
 
 from __future__ import annotations
@@ -13,9 +21,12 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.observe.event_log import EventLog
+from dcp.server.cluster.joining.enrolment import Enrolment, EnrolmentEvent, EnrolmentState
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.server.observe.event_log import EventLog, MembershipOverError, NodeRemovedError
 from failover.coordinator.clock import ClockWatch
 from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.membership import MembershipState
 from failover.coordinator.records import (
     ClockRecord,
     FiguresRecord,
@@ -23,6 +34,7 @@ from failover.coordinator.records import (
     MemberRecord,
     encode_record,
 )
+from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     Compare,
@@ -33,6 +45,7 @@ from failover.metadata.metastore import (
     Txn,
     if_unchanged,
 )
+from failover.replication.node import ReplicationCore
 
 RETRY_NS: Final = 1_000_000_000
 """Time between attempts to change the record."""
@@ -144,6 +157,27 @@ class OwnFigures:
         self._meta.submit(txn, _written)
 
 
+class OwnRecords:
+    """All that a node writes of itself. It knows its own record once its ports are open."""
+
+    def __init__(self, session: ClusterSession, meta: MetaStore, log: EventLog) -> None:
+        self._view = session.view
+        self._meta = meta
+        self._record: OwnRecord
+        self.clock = OwnClock(session, meta, log)
+        self.figures = OwnFigures(session, meta)
+
+    def begin(self, own: MemberRecord) -> None:
+        """Others reach this node as this record says."""
+        self._record = OwnRecord(self._view, own, self._meta)
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: write what is due."""
+        self._record.tick(now_ns)
+        self.clock.tick(now_ns)
+        self.figures.tick(now_ns)
+
+
 def of_this_process(session: ClusterSession, key: bytes, value: bytes) -> Txn:
     """Return the transaction that writes a key of this process, and is gone with it."""
     membership, view = session.membership, session.view
@@ -158,3 +192,56 @@ def of_this_process(session: ClusterSession, key: bytes, value: bytes) -> Txn:
 
 def _written(_result: StoreResult) -> None:
     """Do nothing: the next record says the same."""
+
+
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
+class OwnMembership:
+    """See the module. `name` is that of the node.
+
+    Invariant: the core is told all partitions once, with the first look after the registration.
+    """
+
+    def __init__(
+        self, session: ClusterSession, core: ReplicationCore, seen: SeenRecords, name: str
+    ) -> None:
+        self._session = session
+        self._core = core
+        self._seen = seen
+        self._name = name
+        self._enrolment = Enrolment(EnrolmentState.MEMBER)
+        self.why_idle = ""
+        """Why this node takes no part in the cluster; "": it does."""
+        self._may_act = False
+
+    def take_part(self, why_idle: str) -> None:
+        """Register from now on, or do not, with the reason."""
+        self.why_idle = why_idle
+        self._session.membership.may_register = not why_idle
+
+    def check(self) -> bool:
+        """Return whether this process may act as the member. Raises MembershipOverError."""
+        membership, view = self._session.membership, self._session.view
+        if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            if self._enrolment.state is EnrolmentState.MEMBER:
+                self._enrolment.handle(EnrolmentEvent.REPLACED)
+            raise MembershipOverError(membership.why_over)
+        key = view.keys.of_member(KeyKind.MEMBER, membership.member)
+        was_member = self._seen.revision_of(KeyKind.MEMBER, membership.member)
+        if view.is_loaded and not view.mod_revision(key) and not was_member:
+            raise NodeRemovedError(
+                f"node {self._name} was removed from its cluster, and takes no further part. "
+                f"{_REMOVED_ADVICE}"
+            )
+        if membership.has_registered and not self._may_act:
+            self._may_act = True
+            self._core.records_changed(elapsed_ns(), tuple(view.partitions))
+        return self._may_act
+
+    def stop(self) -> None:
+        """The node stops."""
+        self._enrolment.handle(EnrolmentEvent.STOPPED)

@@ -1,6 +1,7 @@
-"""Work of a node's event loop that can wait: it leaves time for everything else (`WorkPace`).
+"""The ticks of a node, and its work that can wait: that leaves time for everything else
+(`WorkPace`).
 
-It waits for nothing. So what it took beyond the processor time of this thread is time in
+Such work waits for nothing. So what it took beyond the processor time of this thread is time in
 which this process did not run, and the node is told so.
 """
 
@@ -15,6 +16,8 @@ from dcp.server.observe.elapsed import elapsed_ns
 from failover.coordinator.clock import WorkPace
 from failover.replication.node import ReplicationCore
 
+TICK_S: Final = 0.05
+"""Half a heartbeat, so that a late tick costs no heartbeat."""
 CORE_TURNS: Final = 2
 """Ticks for one look of the replication core, which looks at every partition."""
 
@@ -68,9 +71,31 @@ class Turns:
     """The ticks of a node: its looks at all partitions, and its steps between them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, core: ReplicationCore) -> None:
+        self._loop = loop
+        self._core = core
+        self._next: asyncio.TimerHandle | None = None
         self._count = self._next_look = 0
         self._looks = PacedWork(loop, core, core.tick)
         self.steps = PacedWork(loop, core, core.step)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the node ticks, or has done so until it stopped."""
+        return self._next is not None
+
+    def begin(self, tick: Callable[[], None]) -> None:
+        """Tick now, and repeatedly until `stop`. The core learns how late a tick comes."""
+        if self._next is not None:
+            lag_s = self._loop.time() - self._next.when()
+            self._core.master.pace.was_late(max(0, int(lag_s * 1e9)))
+        self._next = self._loop.call_later(TICK_S, self.begin, tick)
+        tick()
+
+    def stop(self) -> None:
+        """The node stops: neither tick nor step later."""
+        if self._next is not None:
+            self._next.cancel()
+        self.steps.cancel()
 
     def is_each(self, ticks: int) -> bool:
         """Whether this is one of every so many ticks."""

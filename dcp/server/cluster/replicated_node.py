@@ -26,21 +26,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dcp.core.groups import GroupCycle, Published
-from dcp.server.access.link_tls import LinkTls, LinkTrouble
+from dcp.server.access.link_tls import LinkTls
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
-from dcp.server.cluster.joining.enrolment import (
-    Enrolment,
-    EnrolmentError,
-    EnrolmentEvent,
-    EnrolmentState,
-    ask,
-)
+from dcp.server.cluster.joining.enrolment import EnrolmentError, ask
 from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, unfit_by
-from dcp.server.cluster.member_link import MemberLink, OwnLinks
+from dcp.server.cluster.member_link import MemberLinks
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.node_map import MapPace, NodeMap, SentMap, tls_address_of
-from dcp.server.cluster.own_records import OwnClock, OwnFigures, OwnRecord
+from dcp.server.cluster.node_map import MapPace, NodeMap, SentMap
+from dcp.server.cluster.own_records import OwnMembership, OwnRecords
 from dcp.server.cluster.paced_work import Turns
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
@@ -49,7 +43,7 @@ from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.event_log import EventLog, MembershipOverError, NodeRemovedError
+from dcp.server.observe.event_log import EventLog, MembershipOverError
 from dcp.server.observe.housekeeping import Tasks
 from dcp.server.observe.meter import ClusterMeter
 from dcp.server.operate.collection_changes import CollectionsRefusedError
@@ -62,7 +56,6 @@ from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.coordinator import Elected
 from failover.coordinator.effects import Notice, ViewChanged
-from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
@@ -86,8 +79,6 @@ from vbucket.model.manifest import Manifest
 from vbucket.model.receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from vbucket.store.store import Store
 
-TICK_S: Final = 0.05
-"""Half a heartbeat, so that a late tick costs no heartbeat."""
 AGE_TURNS: Final = 10
 """Ticks between looks whether the metadata store is older than what nodes have seen."""
 USERS_TURNS: Final = 100
@@ -100,12 +91,6 @@ LEAVE_TICK_S: Final = 0.05
 """Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
-
-
-_REMOVED_ADVICE: Final = (
-    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
-    "folder"
-)
 
 
 class ServerParts(NamedTuple):
@@ -159,7 +144,6 @@ class ReplicatedNode(NodeTurns):
     ) -> None:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.identity = identity
-        self.enrolment = Enrolment(EnrolmentState.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -183,31 +167,25 @@ class ReplicatedNode(NodeTurns):
             ),
             self, cluster=identity.cluster, now_ns=elapsed_ns(), kept=self.seen.records,
         )  # fmt: skip
+        self.own_membership = OwnMembership(session, self.core, self.seen.records, identity.name)
         self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
-        self._own: OwnRecord
         self.manifest = SharedManifest(session, parts.engine, access, self.core)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
-        self._clock = OwnClock(session, access.meta, parts.log)
-        self.figures = OwnFigures(session, access.meta)
+        self.own_records = OwnRecords(session, access.meta, parts.log)
         self.timeline = Timeline(session.view)
-        self.own_links = OwnLinks(session, access.meta, parts.log)
+        self.links = MemberLinks(
+            session, access.meta, parts.link_tls, parts.meter.links, parts.tasks, parts.log
+        )
         self._elections = ElectionLog(session.view)
-        self._links: list[MemberLink] = []
-        self.cut_members: set[str] = set()
-        """Members that this node dials no more, for tests."""
         self._loop = asyncio.get_running_loop()
-        self._next_tick: asyncio.TimerHandle | None = None
         self.map = NodeMap(
             session.view, access.meta,
             SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log),
             MapPace(self._loop, partial(self.guarded, self._show_map)),
         )  # fmt: skip
-        self._is_scheduled = self._is_stopped = False
-        self._has_started = self._has_registered = False
+        self._is_scheduled = self._has_started = self._is_stopped = False
         self._turns = Turns(self._loop, self.core)
-        self.why_idle = ""
-        """Why this node takes no part in the cluster; "": it does."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final = self._handlers()
@@ -273,9 +251,8 @@ class ReplicatedNode(NodeTurns):
 
     def show_first_map(self, own: MemberRecord) -> None:
         """Tell clients that this node exists, and serves nothing yet; `own` is its own record."""
-        view = self.session.view
         self.session.membership.introduce(facts_of(self._parts.data_dir, own))
-        self._own = OwnRecord(view, own, self.access.meta)
+        self.own_records.begin(own)
         self.map.begin(self._parts.config, self.identity.cluster, own)
 
     async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
@@ -294,10 +271,6 @@ class ReplicatedNode(NodeTurns):
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
 
-    def clock_problems(self) -> tuple[str, ...]:
-        """Return whose wall clock is off."""
-        return tuple(self._clock.problems())
-
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
@@ -306,8 +279,7 @@ class ReplicatedNode(NodeTurns):
         """Take part in the cluster: what is in the log is on disk, and it can be written. With
         `why_idle` this node only follows the records, to tell its clients where the partitions are.
         """
-        self.why_idle = why_idle
-        self.session.membership.may_register = not why_idle
+        self.own_membership.take_part(why_idle)
         if not self._has_started:
             self._has_started = True
             self._parts.tasks.begin(self._begin())
@@ -322,7 +294,7 @@ class ReplicatedNode(NodeTurns):
                 result = await ask(self.access.meta, owner_read(KEYS_PREFIX, cluster))
                 if isinstance(result, TxnResult) and self._note_owner(result):
                     await self._check_versions()
-                    self._tick()
+                    self._turns.begin(partial(self.guarded, self._pass_time))
                     return
             self._look_at_store_age()
             await asyncio.sleep(OWNER_RETRY_S)
@@ -353,7 +325,7 @@ class ReplicatedNode(NodeTurns):
         """
         view = self.session.view
         others = [name for name in view.members if name != self.member and view.stays(name)]
-        if self._next_tick is None or self._is_stopped or not others or self.access.trouble:
+        if not self._turns.has_begun or self._is_stopped or not others or self.access.trouble:
             return
         until_ns = elapsed_ns() + int(LEAVE_MAX_S * 1e9)
         self.session.begin_to_leave(elapsed_ns())
@@ -398,8 +370,7 @@ class ReplicatedNode(NodeTurns):
 
     def acknowledge(self) -> None:
         """See NodeTurns."""
-        for each in self._links:
-            each.flush()
+        self.links.flush()
 
     def publish(self, published: Published) -> None:
         """See NodeTurns."""
@@ -412,57 +383,22 @@ class ReplicatedNode(NodeTurns):
     def end_turn(self) -> None:
         """See NodeTurns."""
         self._is_scheduled = False
-        self.acknowledge()
-        self._links = [each for each in self._links if not self._has_ended(each)]
+        self.links.flush()
+        self.links.drop_ended()
         if self._parts.engine.keyspace.has_pending:
             self._parts.kick(None)
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
-        self.enrolment.handle(EnrolmentEvent.STOPPED)
+        self.own_membership.stop()
         self._is_stopped = True
         self._driver.close()
-        if self._next_tick is not None:
-            self._next_tick.cancel()
-        self._turns.steps.cancel()
+        self._turns.stop()
         self.map.stop()
         self.seen.finish()
-        for each in self._links:
-            each.link.closed()
-            each.flush()
-        self._links.clear()
+        self.links.close()
 
     # -- time and the store ------------------------------------------------------------------------
-
-    def _tick(self) -> None:
-        if self._next_tick is not None:
-            lag_s = self._loop.time() - self._next_tick.when()
-            self.core.master.pace.was_late(max(0, int(lag_s * 1e9)))
-        self._next_tick = self._loop.call_later(TICK_S, self._tick)
-        self.guarded(self._pass_time)
-
-    def _check_membership(self) -> bool:
-        """Return whether this process may act as the member. Raises MembershipOverError: two
-        processes of one member would both count as master of the same epoch, and each would answer
-        writes that the other does not have.
-        """
-        membership = self.session.membership
-        if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
-            if self.enrolment.state is EnrolmentState.MEMBER:
-                self.enrolment.handle(EnrolmentEvent.REPLACED)
-            raise MembershipOverError(membership.why_over)
-        view = self.session.view
-        key = view.keys.of_member(KeyKind.MEMBER, self.member)
-        was_member = self.seen.records.revision_of(KeyKind.MEMBER, self.member)
-        if view.is_loaded and not view.mod_revision(key) and not was_member:
-            raise NodeRemovedError(
-                f"node {self.identity.name} was removed from its cluster, and takes no further "
-                f"part. {_REMOVED_ADVICE}"
-            )
-        if membership.has_registered and not self._has_registered:
-            self._has_registered = True
-            self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
-        return self._has_registered
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
@@ -473,13 +409,11 @@ class ReplicatedNode(NodeTurns):
         if self._turns.is_each(AGE_TURNS):
             self._look_at_store_age()
             self.timeline.look(time.time())
-        if not self._check_membership():
+        if not self.own_membership.check():
             return
-        self._own.tick(now_ns)
         self.map.raised.tick(now_ns, time.time())
-        self._clock.tick(now_ns)
-        self.figures.tick(now_ns)
-        self.own_links.tick(now_ns)
+        self.own_records.tick(now_ns)
+        self.links.own.tick(now_ns)
         self.manifest.look(now_ns)
         self.core.time_passes(now_ns)
         self._turns.look_when_due(now_ns)
@@ -528,13 +462,13 @@ class ReplicatedNode(NodeTurns):
         now_ns = elapsed_ns()
         if isinstance(effect, ViewChanged):
             self.seen.records.note_others(self.session.view)
-        may_act = self._check_membership()
+        may_act = self.own_membership.check()
         if isinstance(effect, ViewChanged):
             if was_set_back := self.map.life.look():
                 self._parts.log.warning(was_set_back)
             self.manifest.view_changed()
             self._adopt_users()
-            self._clock.view_changed()
+            self.own_records.clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
             else:
@@ -577,41 +511,13 @@ class ReplicatedNode(NodeTurns):
 
     def _dial(self, effect: Dial) -> None:
         link = self.core.replica.links[effect.member]
-        stored = self.session.view.members.get(effect.member)
-        if stored is None or effect.member in self.cut_members:
-            link.closed()
-            return
-        record, tls = stored.content, self._parts.link_tls
-        name = f"node {record.name or record.member}"
-        connection = MemberLink(
-            link, self.access.login(tls), partial(self._link_moved, link), tls=tls, name=name,
-            member=effect.member, traffic=self._parts.meter.links[record.name or record.member],
-        )  # fmt: skip
-        self._links.append(connection)
-        address = record.address if tls is None else tls_address_of(record)
-        if address:
-            self._parts.tasks.begin(connection.dial(address))
-        else:
-            advice = "Start it with --tls-cert, and with the same --cluster-tls"
-            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+        login = self.access.login(self._parts.link_tls)
+        self.links.dial(link, effect.member, login, partial(self._link_moved, link))
 
     def cut_off(self, member: str) -> None:
-        """End the link to another node, and dial it no more until `cut_members` has lost it."""
-        self.cut_members.add(member)
-        for each in self._links:
-            if each.member == member:
-                each.cut()
+        """End the link to another node, and dial it no more: see MemberLinks."""
+        self.links.cut_off(member)
         self._link_moved(None)
-
-    def _has_ended(self, connection: MemberLink) -> bool:
-        """Whether nothing more comes of a connection; tell once why there is none."""
-        if connection.is_in or connection.link.is_refused:  # refused: that node is down now
-            self.own_links.over(connection.member)
-        if not connection.is_over:
-            return False
-        if connection.trouble is not None:
-            self.own_links.failed(elapsed_ns(), connection.member, connection.trouble)
-        return True
 
     def _link_moved(self, link: object) -> None:
         self.guarded(partial(self._take_in, link))

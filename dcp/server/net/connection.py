@@ -107,7 +107,8 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """`end_handshake` is called after the TLS handshake; None: the connection has no TLS."""
         self._end_handshake = end_handshake
-        self._is_tls = end_handshake is not None
+        self._outgoing = None if end_handshake is None else Outgoing()
+        """What waits for the transport; None: the connection has no TLS."""
         self._loop = asyncio.get_running_loop()
         self._parts = parts
         self._engine = parts.engine
@@ -118,57 +119,48 @@ class ClientConnection(asyncio.Protocol):
         self._held = (
             HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
         )
-        self._outgoing = Outgoing()
         self._largest_bytes = 0
         """The most that the transport got at a time since it was last empty. It keeps all of that
         until the last byte is sent, but reports only what is left."""
         self._is_write_paused = self._is_read_paused = self._is_pump_scheduled = False
         self._next_news: asyncio.TimerHandle | None = None
         """Set while stream messages wait that can."""
-        self._arrival_timer: asyncio.TimerHandle | None = None
-        """Set while a request waits for a partition, and perhaps a little longer."""
         self._has_pumped = False
         """Whether messages were pumped since it was set."""
-        self._is_aborted = self._owes_map = self._has_begun = False
+        self._is_aborted = self._has_begun = False
         self._traced = BatchTrace()
         """Of the newest batch."""
         self._is_new = True
         """Whether it is among the newcomers."""
         self._has_held = False
         """Whether it is among the connections that hold received bytes."""
-        self._has_unsent = False
-        """Whether it is among the connections that hold bytes which the peer has not read."""
-        self._taken_bytes = 0
-        """The session's `taken_bytes` when it was last noted."""
         self._transport: asyncio.Transport
         self.session: Session | TextSession
-        self.peer = ""
-        self.peer_host = ""
         self.logins: PeerLogins
-        self.opened_ns = self.heard_ns = elapsed_ns()
+        self.heard_ns = elapsed_ns()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the session. If there are too many connections, refuse this one."""
         self._transport = cast("asyncio.Transport", transport)
-        high = TLS_PIECE_BYTES if self._is_tls else WRITE_BUFFER_BYTES
+        high = TLS_PIECE_BYTES if self._outgoing is not None else WRITE_BUFFER_BYTES
         self._transport.set_write_buffer_limits(high=high)
         address = transport.get_extra_info("peername") or ("", 0)
-        self.peer_host = str(address[0])
-        self.peer = f"{address[0]}:{address[1]}"
+        host = str(address[0])
         self.logins = self._parts.access.logins_of(
-            self.peer_host, self.peer, is_tls=self._is_tls,
+            host, f"{host}:{address[1]}", is_tls=self._outgoing is not None,
             certificate=transport.get_extra_info("peercert"),
         )  # fmt: skip
+        self.logins.out_since_ns = self.heard_ns
         self.logins.on_outcome = self._login_checked
         if self._end_handshake is not None:
             self._end_handshake()
             self._end_handshake = None
             cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
-        self.session = Session(self._parts.sessions.new_state(str(address[0]), self.logins))
+        self.session = Session(self._parts.sessions.new_state(host, self.logins))
         self.session.state.schedule = self.schedule_pump
-        if self._is_tls:
+        if self._outgoing is not None:
             self._connections.watched.add(self)  # nobody tells what its transport has received
         self._connections.opened(self)
 
@@ -179,14 +171,13 @@ class ClientConnection(asyncio.Protocol):
             sender.close()
         if self._next_news is not None:
             self._next_news.cancel()
-        if self._arrival_timer is not None:
-            self._arrival_timer.cancel()
         if self._engine.keyspace.pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
             self._committer.kick()
         self._held.clear()
-        self._outgoing.pieces.clear()
+        if self._outgoing is not None:
+            self._outgoing.pieces.clear()
         self.session.drop_received()  # now: a reference cycle keeps the session for a while
         self._parts.sessions.leave(self.session.state)
         self.logins.leave()
@@ -219,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
         """The peer will send nothing more: close once its answers are sent."""
         self.session.state.close("the client closed its side")
         self._close_if_done()
-        return not self._is_tls  # TLS has no half-closed connections
+        return self._outgoing is None  # TLS has no half-closed connections
 
     def pause_writing(self) -> None:
         """The peer does not read: stop reading from it and producing for it."""
@@ -231,10 +222,11 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The peer reads again."""
         self._is_write_paused = False
-        self._hand_over()
+        if self._outgoing is not None:
+            self._hand_over(self._outgoing)
         self._note_unsent(has_moved=True)
         if not self._is_write_paused:
-            if self._owes_map:
+            if self.session.state.map_news.is_owed:
                 self.tell_map()
             self._resume_session()
             self.schedule_pump()
@@ -270,10 +262,11 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that, when it reads."""
-        self._owes_map = self._is_write_paused
-        if self._owes_map or self._transport.is_closing():
+        state = self.session.state
+        state.map_news.is_owed = self._is_write_paused
+        if self._is_write_paused or self._transport.is_closing():
             return
-        if packet := self.session.state.pushed_map():
+        if packet := state.pushed_map():
             self._write(packet)
 
     @property
@@ -289,17 +282,19 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds. Most connections have nothing to do then."""
-        if self._largest_bytes or self._has_unsent or self._is_tls:
+        if self._largest_bytes or self._outgoing is not None:
             self._note_unsent()
-        if self._is_tls:
+        if self._outgoing is not None:
             self._note_received()
         if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
             self._held.expire(now_ns)
             self._release()
-        reason = self._parts.access.overdue(self.session, now_ns, self.opened_ns, self.heard_ns)
+        reason = self._parts.access.overdue(
+            self.session, now_ns, self.logins.out_since_ns, self.heard_ns
+        )
         sender = self.session.state.sender
         if sender is None:
-            if not (self._has_unsent or self._is_tls):
+            if not self._largest_bytes and self._outgoing is None:
                 self._connections.watched.discard(self)
         elif not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"
@@ -322,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
         """React to changed rights; the session has them. A stream would not check them again."""
         if self.session.state.login.rights is None:
             self.logins.leave()
-            self.opened_ns = elapsed_ns()  # as much time as a new client has to log in
+            self.logins.out_since_ns = elapsed_ns()  # as much time as a new client has to log in
             self._is_new = True
             self._connections.enter_newcomer(self)
         if self.session.state.sender is not None and not may_stream:
@@ -351,8 +346,8 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close now; unsent data is lost."""
-        write = self._parts.refusals.write
-        write("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        write, peer = self._parts.refusals.write, self.logins.peer
+        write("connection closed", peer.host, peer=peer.address, reason=reason)
         self._is_aborted = True
         self._transport.abort()
 
@@ -398,7 +393,8 @@ class ClientConnection(asyncio.Protocol):
         elif state.wait_group and self._held.carry(state, self.heard_ns):
             self._connections.waiting.add(self)
         if state.notes:
-            self._parts.sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
+            peer = self.logins.peer
+            self._parts.sessions.note(peer.address, peer.host, state.notes, state.notes_left_out)
             state.notes.clear()
             state.notes_left_out = 0
         self._update_reading()
@@ -424,13 +420,13 @@ class ClientConnection(asyncio.Protocol):
             self._trace(self._meter.tracing, answers, seconds)
         if seconds >= self._meter.slow.slow_s:
             what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
-            user = self.session.state.login.user or ""
-            self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))
+            peer, user = self.logins.peer.address, self.session.state.login.user or ""
+            self._meter.slow.note(SlowOperation(time.time(), what, seconds, peer, user))
 
     def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
         """Make the spans of a batch that was answered."""
         user = self.session.state.login.user or ""
-        facts: Facts = {"client.address": self.peer, "enduser.id": user}
+        facts: Facts = {"client.address": self.logins.peer.address, "enduser.id": user}
         if isinstance(self.session, Session):
             tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
         else:
@@ -442,10 +438,8 @@ class ClientConnection(asyncio.Protocol):
         """
         state = self.session.state
         if state.arrival.until_ns:
-            self._connections.awaiting_arrival.add(self)
-            if self._arrival_timer is None:
-                wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
-                self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
+            wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
+            self._connections.awaiting_arrival.add(self, wait_s)
             return
         is_asked = state.login.request is not None
         if self._held.batches or self._is_write_paused or is_asked or state.waits_for_room:
@@ -455,11 +449,6 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_later(wait_ns / 1e9, self._resume_session)
         else:
             self._loop.call_soon(self._resume_session)
-
-    def _end_arrival(self) -> None:
-        """The time to wait for a partition may be over; if it is not, the session waits on."""
-        self._arrival_timer = None
-        self.go_on()
 
     @_supervised
     def _login_checked(self, step: AuthStep) -> None:
@@ -474,23 +463,23 @@ class ClientConnection(asyncio.Protocol):
         if self._is_aborted:
             return  # its buffers go with it
         held_bytes = state.held_bytes
-        if self._is_tls:
+        if self._outgoing is not None:
             held_bytes += cast("Any", self._transport).get_read_buffer_size()
         if held_bytes or self._has_held:
             self._has_held = held_bytes > 0
-            has_moved = state.taken_bytes != self._taken_bytes
-            self._taken_bytes = state.taken_bytes
-            self._connections.receive_buffers.note(self, held_bytes, has_moved=has_moved)
+            buffers = self._connections.receive_buffers
+            buffers.note(self, held_bytes, taken_bytes=state.taken_bytes)
 
     def _note_unsent(self, *, has_moved: bool = False) -> None:
         """Count what the peer has not read yet."""
-        unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing.size
+        unsent_bytes = self._transport.get_write_buffer_size()
+        if self._outgoing is not None:
+            unsent_bytes += self._outgoing.size
         if unsent_bytes:
             unsent_bytes += self._largest_bytes
         else:
             self._largest_bytes = 0
-        if (unsent_bytes or self._has_unsent) and not self._is_aborted:
-            self._has_unsent = unsent_bytes > 0
+        if not self._is_aborted:
             self._connections.send_buffers.note(self, unsent_bytes, has_moved=has_moved)
 
     @_supervised
@@ -556,9 +545,9 @@ class ClientConnection(asyncio.Protocol):
         messages = sender.pump(PUMP_BYTES)
         if sender.damages:
             for vb_id, damage in sender.damages:
-                self._parts.sessions.backfill_failed(self.peer, vb_id, damage)
+                self._parts.sessions.backfill_failed(self.logins.peer.address, vb_id, damage)
             sender.damages.clear()
-        if len(messages) == 1 and not self._is_tls:
+        if len(messages) == 1 and self._outgoing is None:
             self._write(messages[0])
         elif messages:
             self._write_pieces(messages)
@@ -570,18 +559,20 @@ class ClientConnection(asyncio.Protocol):
         if not state.is_closing:
             return
         is_busy = state.answers or state.has_steps or state.login.request is not None
-        if not (is_busy or self._held.batches or self._outgoing.pieces):
+        is_sending = self._outgoing is not None and self._outgoing.pieces
+        if not (is_busy or self._held.batches or is_sending):
+            peer = self.logins.peer
             if state.close_reason in _ORDINARY_ENDS:
-                self._parts.sessions.closed_as_usual(self.peer, state.close_reason)
+                self._parts.sessions.closed_as_usual(peer.address, state.close_reason)
             elif not self._transport.is_closing():
                 self._parts.refusals.write(
-                    "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
+                    "connection closed", peer.host, peer=peer.address, reason=state.close_reason
                 )
             self._transport.close()
 
     def _write_pieces(self, pieces: Sequence[Message]) -> None:
         sent_bytes = sum(map(len, pieces))
-        if self._is_tls or sent_bytes < PIECE_BYTES_MIN * len(pieces):
+        if self._outgoing is not None or sent_bytes < PIECE_BYTES_MIN * len(pieces):
             self._write(b"".join(pieces))
         else:
             self._meter.sent_bytes += sent_bytes
@@ -591,9 +582,9 @@ class ClientConnection(asyncio.Protocol):
     def _write(self, data: Message) -> None:
         size = len(data)
         self._meter.sent_bytes += size
-        if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing.pieces):
+        if self._outgoing is not None and (size > TLS_PIECE_BYTES or self._outgoing.pieces):
             self._outgoing.add(data)
-            self._hand_over()
+            self._hand_over(self._outgoing)
             return
         if size > self._largest_bytes:
             self._largest_bytes = size
@@ -601,7 +592,7 @@ class ClientConnection(asyncio.Protocol):
                 self._connections.watched.add(self)
         self._transport.write(data)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, outgoing: Outgoing) -> None:
         """Give a TLS transport what waits for it, until it pauses."""
-        while self._outgoing.pieces and not self._is_write_paused:
-            self._transport.write(self._outgoing.take(TLS_PIECE_BYTES))
+        while outgoing.pieces and not self._is_write_paused:
+            self._transport.write(outgoing.take(TLS_PIECE_BYTES))

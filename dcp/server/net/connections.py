@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from dcp.server.access.access import Access
+from dcp.server.access.logins import PeerLogins
 from dcp.server.config.settings import Settings
 from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
 from dcp.session.session import Session
@@ -83,9 +84,8 @@ class OpenConnection(Holder, Protocol):
     """What other parts use of a connection (dcp.server.net.connection)."""
 
     session: Session | TextSession
-    peer: str
-    """Host and port, for logs."""
-    peer_host: str
+    logins: PeerLogins
+    """Its logins, and the address of its peer."""
 
     def rights_changed(self, *, may_stream: bool) -> None:
         """React to changed rights of the user; the session has the new ones."""
@@ -132,6 +132,45 @@ class _Turns:
         return turn
 
 
+class AwaitingArrival:
+    """Connections whose next request waits for a partition that is handed over to this node.
+
+    Each goes on when partitions have come, and when its time is over. A timer may outlast its wait:
+    then a later wait is looked at early, and goes on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[OpenConnection] = set()
+        self._timers: dict[OpenConnection, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+    def add(self, connection: OpenConnection, wait_s: float) -> None:
+        """A connection waits, for so long at most."""
+        self._waiting.add(connection)
+        if connection not in self._timers:
+            call_later = asyncio.get_running_loop().call_later
+            self._timers[connection] = call_later(wait_s, self._over, connection)
+
+    def _over(self, connection: OpenConnection) -> None:
+        del self._timers[connection]
+        connection.go_on()
+
+    def arrived(self) -> None:
+        """Partitions are served now, or will not be served soon: resume all."""
+        waiting, self._waiting = self._waiting, set()
+        for connection in waiting:
+            connection.go_on()
+
+    def leave(self, connection: OpenConnection) -> None:
+        """Forget a connection: it is closed."""
+        self._waiting.discard(connection)
+        if (timer := self._timers.pop(connection, None)) is not None:
+            timer.cancel()
+
+
 class Connections:
     """See the module. Lives on one event loop."""
 
@@ -140,7 +179,7 @@ class Connections:
         self.waiting: set[OpenConnection] = set()
         self.watched: set[OpenConnection] = set()
         self.feeding: set[OpenConnection] = set()
-        self.awaiting_arrival: set[OpenConnection] = set()
+        self.awaiting_arrival = AwaitingArrival()
         self.pumping: list[OpenConnection] = []
         """Those that send stream messages in the next turn of the loop: `pump_now` is called."""
         self._soon, self._late = _Turns(SOON_TICKS), _Turns(LATE_TICKS)
@@ -179,7 +218,7 @@ class Connections:
         self.waiting.discard(connection)
         self.watched.discard(connection)
         self.feeding.discard(connection)
-        self.awaiting_arrival.discard(connection)
+        self.awaiting_arrival.leave(connection)
         self.newcomers.leave(connection)
         self.receive_buffers.forget(connection)
         self.send_buffers.forget(connection)
@@ -223,9 +262,7 @@ class Connections:
 
     def arrived(self) -> None:
         """Partitions are served now, or will not be served soon: resume those that waited."""
-        waiting, self.awaiting_arrival = self.awaiting_arrival, set()
-        for connection in waiting:
-            connection.go_on()
+        self.awaiting_arrival.arrived()
 
     def tell_map(self) -> None:
         """Push the newest map to all clients that asked for that."""

@@ -45,11 +45,12 @@ class Holder(Protocol):
 
 
 class _Holding:
-    __slots__ = ("held_bytes", "moved_bytes")
+    __slots__ = ("held_bytes", "moved_bytes", "taken_bytes")
 
-    def __init__(self, held_bytes: int) -> None:
+    def __init__(self, held_bytes: int, taken_bytes: int) -> None:
         self.held_bytes = self.moved_bytes = held_bytes
         """Held now, and at the last move."""
+        self.taken_bytes = taken_bytes
 
 
 class _HolderQueue:
@@ -59,14 +60,16 @@ class _HolderQueue:
         self.entries: OrderedDict[Holder, _Holding] = OrderedDict()
         self.held_bytes = 0
 
-    def note(self, holder: Holder, held_bytes: int, *, has_moved: bool) -> None:
+    def note(self, holder: Holder, held_bytes: int, taken_bytes: int, *, has_moved: bool) -> None:
         entry = self.entries.get(holder)
         if entry is None:
-            self.entries[holder] = _Holding(held_bytes)
+            self.entries[holder] = _Holding(held_bytes, taken_bytes)
             self.held_bytes += held_bytes
             return
         self.held_bytes += held_bytes - entry.held_bytes
         entry.held_bytes = held_bytes
+        has_moved |= entry.taken_bytes != taken_bytes
+        entry.taken_bytes = taken_bytes
         if has_moved or abs(held_bytes - entry.moved_bytes) >= PROGRESS_BYTES:
             entry.moved_bytes = held_bytes
             self.entries.move_to_end(holder)
@@ -99,8 +102,12 @@ class HeldBytes:
         """All held bytes."""
         return self._strangers.held_bytes + self._others.held_bytes
 
-    def note(self, holder: Holder, held_bytes: int, *, has_moved: bool = False) -> None:
-        """Note what a holder holds now. If the total is too much, close others, or this one."""
+    def note(
+        self, holder: Holder, held_bytes: int, *, taken_bytes: int = 0, has_moved: bool = False
+    ) -> None:
+        """Note what a holder holds now, and what was taken from it since it is there: it moves with
+        each packet. If the total is too much, close others, or this one.
+        """
         line, other = self._strangers, self._others
         if not holder.is_stranger:
             line, other = other, line
@@ -108,7 +115,7 @@ class HeldBytes:
         if not held_bytes:
             line.forget(holder)
             return
-        line.note(holder, held_bytes, has_moved=has_moved)
+        line.note(holder, held_bytes, taken_bytes, has_moved=has_moved)
         while self.held_bytes > self.bytes_max:
             self._make_room()
 

@@ -85,3 +85,29 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             assert isinstance(error, Exception), "other exceptions end the loop"
             self._on_failure(error)
+
+
+class BackgroundWork:
+    """All that a node does beside its requests. Work that makes changes of its own is known apart,
+    because a stop ends it first: what it has begun is committed with the last requests.
+    """
+
+    def __init__(self, tasks: Tasks, housekeeping: Housekeeping) -> None:
+        self.tasks = tasks
+        self.housekeeping = housekeeping
+        self._writing: list[asyncio.Task[None]] = []
+
+    def repeat(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        """Run work that never ends as housekeeping of this name."""
+        return self.tasks.begin(self.housekeeping.repeat(name, work))
+
+    def repeat_writing(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run work that never ends and makes changes."""
+        self._writing.append(self.repeat(name, work))
+
+    def end_writing(self) -> None:
+        """End the work that makes changes."""
+        for task in self._writing:
+            task.cancel()

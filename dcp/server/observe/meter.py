@@ -181,6 +181,42 @@ class ClusterMeter:
         """By kind, as this node has made them."""
 
 
+class MergeMeter:
+    """The merges of one server, and what writers waited for them."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Attempts that failed, or for which the store had no room."""
+        self.seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
+        self.last_s = 0.0
+        """Duration of the last merge in the store process, without the wait for its turn.
+        Writers are paced by it."""
+        self.paced_s = 0.0
+        """How long commit groups were held back while a merge ran (dcp.core.store_schedule)."""
+
+    def merged_in(self, seconds: float) -> None:
+        """Count a merge."""
+        self.last_s = seconds
+        self.seconds.observe(seconds)
+
+
+class CompactionMeter:
+    """The compactions of one server."""
+
+    def __init__(self) -> None:
+        self.seconds = Histogram()
+        """One slice; merges run between slices."""
+        self.dropped_versions = 0
+        """Versions dropped, tombstones included."""
+        self.dropped_tombstones = 0
+
+    def sliced_in(self, seconds: float, versions: int, tombstones: int) -> None:
+        """Count a slice, and what it dropped."""
+        self.seconds.observe(seconds)
+        self.dropped_versions += versions
+        self.dropped_tombstones += tombstones
+
+
 class Meter:
     """The numbers of one server."""
 
@@ -201,19 +237,8 @@ class Meter:
         """Their bytes in the log."""
         self.groups = 0
         self.sync_seconds = SlowHistogram("a sync of the log", self.slow)
-        self.merge_failures = 0
-        """Attempts that failed, or for which the store had no room."""
-        self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
-        self.last_merge_s = 0.0
-        """Duration of the last merge in the store process, without the wait for its turn.
-        Writers are paced by it."""
-        self.paced_s = 0.0
-        """How long commit groups were held back while a merge ran (dcp.core.store_schedule)."""
-        self.compaction_seconds = Histogram()
-        """One slice; merges run between slices."""
-        self.dropped_versions = 0
-        """Versions dropped by compaction, tombstones included."""
-        self.dropped_tombstones = 0
+        self.merges = MergeMeter()
+        self.compactions = CompactionMeter()
         self.refusals: Counter[str] = Counter()
         """By status name."""
         self.admin_refusals: Counter[str] = Counter()
@@ -231,11 +256,6 @@ class Meter:
         self.faults = 0
         self.failovers = 0
         self.suppressed_log_lines = 0
-
-    def merged_in(self, seconds: float) -> None:
-        """Count a merge."""
-        self.last_merge_s = seconds
-        self.merge_seconds.observe(seconds)
 
     def noted(self, event: str, fields: dict[str, object]) -> None:
         """Count an event that a session noted."""

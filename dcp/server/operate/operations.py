@@ -264,7 +264,7 @@ class Operations:
         return [
             StreamRow(
                 name=_name(found.producer),
-                peer=found.connection.peer,
+                peer=found.connection.logins.peer.address,
                 vb=found.stream.vb_id,
                 state=found.producer.phase_of(found.stream),
                 seqno=found.stream.next_seqno - 1,

@@ -254,9 +254,10 @@ class ConsoleView:
         times, figures = self._sampler.ring.after(after)
         merging = sources.merging
         work = UpkeepWork(
-            round(merging.progress.seconds, 1), merging.count, meter.merge_failures,
-            merging.progress.trouble, round(meter.last_merge_s, 2),
-            sum(meter.compaction_seconds.counts), meter.dropped_versions, meter.dropped_tombstones,
+            round(merging.progress.seconds, 1), merging.count, meter.merges.failures,
+            merging.progress.trouble, round(meter.merges.last_s, 2),
+            sum(meter.compactions.seconds.counts), meter.compactions.dropped_versions,
+            meter.compactions.dropped_tombstones,
         )  # fmt: skip
         slow = [SlowRow(*operation) for operation in meter.slow.newest_first()]
         counts = dict.fromkeys((state.name.lower() for state in VbState), 0)

@@ -223,7 +223,7 @@ class ConsumerWatch:
             phases[producer.phase_of(stream)] += 1
             if stream.rate is not None:
                 limits.append(stream.rate.bytes_per_s)
-        consumer.peer = connection.peer
+        consumer.peer = connection.logins.peer.address
         consumer.user = connection.session.state.login.user or ""
         consumer.unacked_bytes = producer.unacked_bytes
         consumer.window_bytes = producer.window_bytes

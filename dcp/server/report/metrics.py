@@ -152,7 +152,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "How long commit groups were held back, a few milliseconds each, so that writers need not"
         " stop until a merge ends.",
         "rises by more than 0.5 a second: the store is too slow for the writes",
-        one(lambda of: of.meter.paced_s),
+        one(lambda of: of.meter.merges.paced_s),
     ),
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
@@ -362,13 +362,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_merge_failures_total", "counter", "", (),
         "Merges that failed or had no room in the store. Each is retried.",
         "rising: the store's disk is full or failing; writes will have to wait",
-        one(lambda of: of.meter.merge_failures),
+        one(lambda of: of.meter.merges.failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
         "Duration of one merge in the store process.",
         "longer than filling the memtable takes: writes will have to wait",
-        lambda of: of.meter.merge_seconds,
+        lambda of: of.meter.merges.seconds,
     ),
     MetricSpec(
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
@@ -385,18 +385,18 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_compaction_seconds", "histogram", "seconds", (),
         "Duration of one slice of a compaction in the store process. Merges run between slices.",
         "above 1 s: the store's disk is slow, and merges wait for each slice",
-        lambda of: of.meter.compaction_seconds,
+        lambda of: of.meter.compactions.seconds,
     ),
     MetricSpec(
         "dcpd_compacted_versions_total", "counter", "", (),
         "Versions that compaction dropped: replaced ones and deletions.",
         "no rise while dcpd_disk_bytes grows: something holds compaction back, see the log",
-        one(lambda of: of.meter.dropped_versions),
+        one(lambda of: of.meter.compactions.dropped_versions),
     ),
     MetricSpec(
         "dcpd_compacted_tombstones_total", "counter", "", (),
         "Deletions that compaction dropped.", "no rise while many documents are deleted",
-        one(lambda of: of.meter.dropped_tombstones),
+        one(lambda of: of.meter.compactions.dropped_tombstones),
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),

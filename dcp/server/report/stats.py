@@ -209,7 +209,7 @@ class Stats:
                     (f"{name}:num_streams", str(producer.stream_count)),
                     (f"{name}:unacked_bytes", str(producer.unacked_bytes)),
                     (f"{name}:max_buffer_bytes", str(producer.window_bytes)),
-                    (f"{name}:peer", connection.peer),
+                    (f"{name}:peer", connection.logins.peer.address),
                 ]
                 for stream in islice(producer.streams(), left):
                     left -= 1

@@ -16,7 +16,7 @@ Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
 - `LogEvents.begun` comes once for each group that is synced, before anything else waits for the
   disk, and `published` when a group is as safe as the durability requires;
-- if the log has no room (`full_why`), the group stays and is retried with the same bytes until
+- if the log has no room (`room.full_why`), the group stays and is retried with the same bytes until
   there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
 - after any other failed write, a failed sync, or an unexpected exception, nothing is committed any
   more: `LogEvents.failed` ends the process, and the next start recovers.
@@ -35,12 +35,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
-from dcp.server.storage.log_ahead import LogAhead, Retries, SlowDisk
-from dcp.server.storage.log_thread import GroupThread, Written, start_group_thread
+from dcp.server.storage.log_ahead import LogAhead, SlowDisk, WaitForRoom
+from dcp.server.storage.log_thread import GroupThread, LogThreads, Work, Written, start_group_thread
 from dcp.server.storage.merging import Merging
 from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import LogFullError, SyncFailedError
@@ -87,15 +87,6 @@ class LogEvents:
         """Nothing is committed any more: end the process. The next start recovers."""
 
 
-class _Work(NamedTuple):
-    """Work for the thread, and what the loop does with the result."""
-
-    work: Callable[[], Any]
-    then: Callable[[Any], None]
-    job: Job | None = None
-    """The job of the cycle, which is repeated if the disk is full."""
-
-
 class Committer:
     """See the module. Lives on one event loop: `start` first, `stop` after the last group."""
 
@@ -108,7 +99,7 @@ class Committer:
         *,
         sync_seconds: Histogram,
         pace: Merging | None = None,
-        retries: Retries | None = None,
+        room: WaitForRoom | None = None,
     ) -> None:
         self._cycle = cycle
         self._writer = writer
@@ -119,16 +110,11 @@ class Committer:
         self._pace = pace
         self._pausing: asyncio.TimerHandle | None = None
         """Set while the next group has to wait."""
-        self._retries = retries or Retries()
+        self.room = room or WaitForRoom()
         self.ahead = ahead
         self._disk = SlowDisk()
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._marks: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._threads = {
-            name: threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
-            for name, jobs in (("log", self._jobs), ("log mark", self._marks))
-        }
+        self._threads = LogThreads()
         self._group_thread: GroupThread | None = None
         """Writes large groups, if the loops in C are built."""
         self._aside: GroupAside | None = None
@@ -144,17 +130,13 @@ class Committer:
         self._next_mark: asyncio.TimerHandle | None = None
         self._next_mark_sync: asyncio.TimerHandle | None = None
         self._next_sync: asyncio.TimerHandle | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.full_why = ""
-        """Why the log has no room for the waiting group; "" if no group waits."""
 
     def start(self) -> None:
         """Start the threads; from now on groups are written."""
         self._has_started = True
-        for thread in self._threads.values():
-            thread.start()
+        self._threads.start(self._work)
         self._group_thread = start_group_thread(self._loop)
 
     def kick(self, source: object = None) -> None:
@@ -200,7 +182,7 @@ class Committer:
 
     async def _drain(self) -> None:
         while not self._has_failed and self._cycle.has_work:
-            if self.full_why or not self._has_started:
+            if self.room.full_why or not self._has_started:
                 return
             self.kick()
             await asyncio.sleep(0)
@@ -210,21 +192,18 @@ class Committer:
         """End the threads; sync what it has appended, unless it failed. A group that waits for room
         is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
-        timers = self._retry, self._next_mark, self._next_mark_sync, self._next_sync, self._pausing
-        for timer in timers:
+        self.room.cancel()
+        for timer in (self._next_mark, self._next_mark_sync, self._next_sync, self._pausing):
             if timer is not None:
                 timer.cancel()
         if not self._has_started:
             return
         self._writer.mark_end()  # the rest may fail
-        self._jobs.put(None)
-        self._marks.put(None)
+        self._threads.finish()
         has_ended, written = True, None
         if self._group_thread is not None:
             has_ended, written = self._group_thread.close(JOIN_S)
-        for thread in self._threads.values():
-            thread.join(JOIN_S)
-        if not has_ended or any(thread.is_alive() for thread in self._threads.values()):
+        if not (self._threads.join(JOIN_S) and has_ended):
             self._has_failed = True
             raise SyncFailedError(f"the log's disk has not answered for {JOIN_S:g} s")
         if written is not None and written.is_written and self._aside is not None:
@@ -307,13 +286,13 @@ class Committer:
             work = self._work_of(job)
         elif job is LogTask.ROTATE:
             self.ahead.rotating()
-            work = _Work(self._writer.rotate, self._rotated, job)
+            work = Work(self._writer.rotate, self._rotated, job)
         else:
-            work = _Work(self._sync, partial(self._written, job), job)
-        self._jobs.put(work)
+            work = Work(self._sync, partial(self._written, job), job)
+        self._threads.jobs.put(work)
 
-    def _work_of(self, job: WriteGroup) -> _Work:
-        return _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
+    def _work_of(self, job: WriteGroup) -> Work:
+        return Work(partial(self._write, job, self._sync), partial(self._written, job), job)
 
     def _begin_aside(self, job: WriteGroup) -> bool:
         """Give a group to the thread that needs no interpreter lock, if that can write it."""
@@ -332,7 +311,9 @@ class Committer:
             self._end_aside(group, written)
             self._written(job, None)
         else:
-            self._jobs.put(self._work_of(job))  # it does what can be done, or says what is wrong
+            self._threads.jobs.put(
+                self._work_of(job)
+            )  # it does what can be done, or says what is wrong
 
     def _end_aside(self, group: GroupAside, written: Written) -> None:
         if written.sync_errno:
@@ -354,9 +335,7 @@ class Committer:
 
     def _got_room(self) -> None:
         """Tell that the disk has room again, if it was full."""
-        self._retries.begin_again()
-        if self.full_why:
-            self.full_why = ""
+        if self.room.got_it():
             self.events.full("")
 
     def _go_on(self) -> None:
@@ -369,7 +348,7 @@ class Committer:
         # Publishing a group may have begun the next one.
         if not self.ahead.is_reserving and self._aside is None:
             self.ahead.is_reserving = True
-            self._jobs.put(_Work(self._device.reserve, self.ahead.reserved))
+            self._threads.jobs.put(Work(self._device.reserve, self.ahead.reserved))
 
     def _prepare(self) -> None:
         """Have more of the next segment prepared, if it is time."""
@@ -384,10 +363,9 @@ class Committer:
 
     def _wait_for_room(self, job: Job, error: LogFullError) -> None:
         """Retry a job later: the disk is full, and the log is as it was before."""
-        self._retry = self._loop.call_later(self._retries.next_s(), self._guarded, self._give, job)
-        if not self.full_why:
-            self.full_why = str(error)
-            self.events.full(self.full_why)
+        attempt = partial(self._guarded, self._give, job)
+        if self.room.retry(error, self._loop, attempt):
+            self.events.full(self.room.full_why)
         self._idle.set()  # `drain` gives up
 
     def _publish(self, job: Job) -> None:
@@ -414,7 +392,7 @@ class Committer:
             self._next_mark_sync = self._loop.call_later(MARK_S, self._guarded, self._sync_mark)
         elif self._writer.has_unsynced_mark:
             self._is_marking = True
-            self._marks.put(_Work(self._writer.sync_mark, self._marked))
+            self._threads.marks.put(Work(self._writer.sync_mark, self._marked))
 
     def _marked(self, _: None) -> None:
         self._is_marking = False
@@ -436,7 +414,7 @@ class Committer:
 
     # -- on a thread, or on the loop for small groups ----------------------------------------------
 
-    def _work(self, jobs: queue.SimpleQueue[_Work | None]) -> None:
+    def _work(self, jobs: queue.SimpleQueue[Work | None]) -> None:
         """Run on a thread: one job after another."""
         call_soon = self._loop.call_soon_threadsafe
         while (job := jobs.get()) is not None:

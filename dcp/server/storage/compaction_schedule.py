@@ -264,9 +264,7 @@ class Compaction:
             return False
         report = await process.compact(floors)
         self._floors.store.refresh()
-        self._meter.compaction_seconds.observe(process.compact_s)
-        self._meter.dropped_versions += report.versions
-        self._meter.dropped_tombstones += report.tombstones
+        self._meter.compactions.sliced_in(process.compact_s, report.versions, report.tombstones)
         self._tell(report.damages)
         for vb_id in report.finished:
             self._floors.compacted(vb_id)

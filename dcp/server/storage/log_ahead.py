@@ -1,13 +1,15 @@
-"""What the log's disk needs besides groups, and when it is too slow for the loop. Pure.
+"""What the log's disk needs besides groups, when it is too slow for the loop, and when it is full.
 
 The committer asks, and does the work (`dcp.server.storage.committer`).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Final
 
-from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogDevice
+from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogDevice, LogFullError
 
 AVOIDING_GROUPS: Final = 16
 AVOIDING_GROUPS_MAX: Final = 256
@@ -102,18 +104,36 @@ class SlowDisk:
         self.avoiding = max(self.avoiding - 1, 0)
 
 
-class Retries:
-    """Pauses between attempts, which double until they are at most `max_s`."""
+class WaitForRoom:
+    """A job that waits until the log has room for it. It is tried again after pauses, which double
+    until they are at most `max_s`.
+    """
 
     def __init__(self, first_s: float = RETRY_FIRST_S, max_s: float = RETRY_MAX_S) -> None:
         self._first_s = self._next_s = first_s
         self._max_s = max_s
+        self._timer: asyncio.TimerHandle | None = None
+        self.full_why = ""
+        """Why the log has no room for the waiting group; "" if no group waits."""
 
-    def next_s(self) -> float:
-        """Return how long to wait before the next attempt."""
-        now_s, self._next_s = self._next_s, min(2 * self._next_s, self._max_s)
-        return now_s
+    def retry(
+        self, error: LogFullError, loop: asyncio.AbstractEventLoop, attempt: Callable[[], None]
+    ) -> bool:
+        """Make an attempt after a pause; return whether the log was not full before."""
+        self._timer = loop.call_later(self._next_s, attempt)
+        self._next_s = min(2 * self._next_s, self._max_s)
+        is_news = not self.full_why
+        self.full_why = self.full_why or str(error)
+        return is_news
 
-    def begin_again(self) -> None:
-        """An attempt was successful."""
+    def got_it(self) -> bool:
+        """The log took a job; return whether it was full before."""
         self._next_s = self._first_s
+        was_full = bool(self.full_why)
+        self.full_why = ""
+        return was_full
+
+    def cancel(self) -> None:
+        """Make no further attempt."""
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,22 +1,26 @@
-"""The thread that writes and syncs large commit groups without the interpreter lock.
+"""The threads of the log: one without the interpreter lock for large groups, two of Python.
 
 A thread of Python needs the interpreter lock after each system call, and waits for it while the
 event loop works: three times for each group. The loops in C have a thread that does not
 (`vbucket.native.log_thread`). The loop gives it one group at a time, and is woken through a
-descriptor.
+descriptor. Of the threads of Python one does all other jobs of the log, and one syncs its end mark.
 
 Invariants
 - one group at a time, from `give` to the call of its `then` or to `close`;
-- what the thread could not write or sync is not tried again here: the caller learns of it.
+- what that thread could not write or sync is not tried again here: the caller learns of it;
+- a thread of Python does one thing at a time, in the order in which it got them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import queue
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dcp.core.groups import Job
 from vbucket.log.device import AppendAside
 from vbucket.native import log_thread
 
@@ -89,3 +93,39 @@ def start_group_thread(loop: asyncio.AbstractEventLoop) -> GroupThread | None:
         os.close(done_fd)
         return None
     return GroupThread(loop, thread, done_fd)
+
+
+class Work(NamedTuple):
+    """Work for a thread of Python, and what the loop does with the result."""
+
+    work: Callable[[], Any]
+    then: Callable[[Any], None]
+    job: Job | None = None
+    """The job of the cycle, which is repeated if the disk is full."""
+
+
+class LogThreads:
+    """The threads of Python. See the module."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.marks: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, work: Callable[[queue.SimpleQueue[Work | None]], None]) -> None:
+        """Start them. `work` takes from its queue until it gets None."""
+        for name, queued in (("log", self.jobs), ("log mark", self.marks)):
+            thread = threading.Thread(target=work, args=(queued,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def finish(self) -> None:
+        """Have them end after what they got."""
+        self.jobs.put(None)
+        self.marks.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of each, for so long; return whether all have ended."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)

@@ -26,7 +26,7 @@ from typing import Final
 from dcp.core.groups import GroupCycle
 from dcp.core.store_schedule import MergeCycle, MergeDuty, Pacing, Work, left_of_merge_s
 from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.meter import Meter
+from dcp.server.observe.meter import MergeMeter
 from dcp.server.storage.health import Backpressure
 from dcp.server.storage.process.log_mending import LogMending
 from dcp.server.storage.process.store_process import StoreProcess
@@ -57,7 +57,7 @@ class Merging:
         queue: StoreQueue,
         commits: CommitWaiters,
         pressure: Backpressure,
-        meter: Meter,
+        meter: MergeMeter,
         log: EventLog,
         log_mending: LogMending,
     ) -> None:
@@ -97,7 +97,7 @@ class Merging:
             under_way_s = self._duty.worked_s(time.monotonic())
         else:
             ahead_s = self._queue.ahead_s(Work.MERGE)
-        return ahead_s + left_of_merge_s(self._meter.last_merge_s, under_way_s)
+        return ahead_s + left_of_merge_s(self._meter.last_s, under_way_s)
 
     def group_taken(self, group_bytes: int) -> None:
         """A commit group was taken; it may delay the next one."""
@@ -224,7 +224,7 @@ class Merging:
             else:
                 timer = loop.call_later(CHECK_S, check)
 
-        share = self._duty.begin(time.monotonic(), self._meter.last_merge_s)
+        share = self._duty.begin(time.monotonic(), self._meter.last_s)
         if self._must_hurry:
             self._duty.hurry(time.monotonic())
             share = 1.0
@@ -245,7 +245,7 @@ class Merging:
             self._log.warning("merged segments not deleted", reason=str(error))
 
     async def _put_off(self, error: Exception, pause_s: float) -> None:
-        self._meter.merge_failures += 1
+        self._meter.failures += 1
         if not self.progress.trouble:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
         self.progress.trouble = str(error)

@@ -25,7 +25,7 @@ async def measure_always(replicated: ReplicatedNode, sampler: Sampler) -> None:
     while not sampler.is_stopped:
         await sampler.after(sample)
         sample = sampler.ring.last
-        replicated.figures.wanted = figures_of(replicated, sampler)
+        replicated.own_records.figures.wanted = figures_of(replicated, sampler)
 
 
 def figures_of(replicated: ReplicatedNode, sampler: Sampler) -> FiguresRecord:

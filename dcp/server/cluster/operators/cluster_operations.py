@@ -145,12 +145,12 @@ class ClusterOperations:
     def heal(self) -> CutsReport:
         """Let this node dial all others again. Raises ClusterRefusedError."""
         replicated = self._in_test_mode()
-        replicated.cut_members.clear()
+        replicated.links.cut_members.clear()
         return self._cuts(replicated)
 
     def _cuts(self, replicated: ReplicatedNode) -> CutsReport:
         view = replicated.session.view
-        return CutsReport(sorted(name_of(view, each) for each in replicated.cut_members))
+        return CutsReport(sorted(name_of(view, each) for each in replicated.links.cut_members))
 
     def _in_test_mode(self) -> ReplicatedNode:
         if self._newcomer.settings.test_mode != "on":

@@ -266,8 +266,8 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
 
 def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
     return OwnTroubles(
-        replicated.wrong_store, replicated.why_idle, tuple(_link_troubles(replicated)),
-        replicated.clock_problems(),
+        replicated.wrong_store, replicated.own_membership.why_idle,
+        tuple(_link_troubles(replicated)), tuple(replicated.own_records.clock.problems()),
         older_since_s=replicated.older_store.since_s,
         is_store_emptied=replicated.is_store_emptied,
         cut_age_s=replicated.core.master.cuts.age_s(time.time_ns()),
@@ -281,7 +281,7 @@ def _link_troubles(replicated: ReplicatedNode) -> Iterator[LinkTrouble]:
     found: dict[str, Mapping[str, tuple[str, str]]] = {
         member: stored.content.refused for member, stored in view.links.items()
     }
-    found[replicated.member] = replicated.own_links.troubles  # newer than the view
+    found[replicated.member] = replicated.links.own.troubles  # newer than the view
     for member, refused in sorted(found.items()):
         name = name_of(view, member)
         for other, (what, advice) in sorted(refused.items()):
