@@ -72,10 +72,14 @@ class Client:
     def __init__(self, node: ReplicaNode) -> None:
         self._node = node
         self.state = SessionState(
-            SessionParts.of(node.engine, node.hub, node, Limits()),
+            SessionParts.of(
+                node.engine,
+                node.hub,
+                node,
+                Limits(),
+                replication=None if node.core is None else node.core.master,
+            ),
             ClientLogin(OpenDoor(), peer_is_loopback=True),
-            replication=None if node.core is None else node.core.master,
-            has_replicas=node.core is not None,
         )
         self.session = Session(self.state)
         self._held = HeldAnswers(node.engine)

@@ -152,6 +152,136 @@ class _Session:
         self._backup.wake.set()
 
 
+class WriteQueue:
+    """Chunks on their way to the thread that writes them, in order."""
+
+    def __init__(self, chunks_max: int) -> None:
+        self._chunks_max = chunks_max
+        self._writer: SegmentWriter | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="backup-writer")
+        self._writes: list[asyncio.Future[None]] = []
+        """Chunks whose result was not looked at yet; those that are written, too."""
+        self._waiting = 0
+        """How many of them are not written yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the results of all chunks were looked at."""
+        return not self._writes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more chunks wait than the run may hold: it has to stop reading."""
+        return self._waiting > self._chunks_max
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a run that stopped reading may go on. It is less than not to be full, so that
+        the run does not stop and go on with each chunk.
+        """
+        return self._waiting <= self._chunks_max // 2
+
+    def begin(self, writer: SegmentWriter) -> None:
+        """Write into the segments of this writer."""
+        self._writer = writer
+
+    def submit(self, chunk: RawChunk) -> asyncio.Future[None]:
+        """Let the thread write a chunk. When the result calls back, the chunk waits no more."""
+        assert self._writer is not None, "the run has begun"
+        loop = asyncio.get_running_loop()
+        written = loop.run_in_executor(self._executor, self._writer.add, chunk)
+        written.add_done_callback(self._on_written)
+        self._writes.append(written)
+        self._waiting += 1
+        return written
+
+    def check(self) -> None:
+        """Forget written chunks; raise errors of the thread."""
+        while self._writes and self._writes[0].done():
+            self._writes.pop(0).result()
+
+    async def finish(self) -> None:
+        """Return when all chunks are written, and the open segment. Raises errors of the thread."""
+        assert self._writer is not None, "the run has begun"
+        await asyncio.gather(*self._writes)
+        self._writes.clear()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._writer.close)
+
+    async def stop(self) -> None:
+        """End the thread. After a failure, the results of waiting chunks do not matter."""
+        await asyncio.gather(*self._writes, return_exceptions=True)
+        await asyncio.to_thread(self._executor.shutdown, wait=True)
+
+    def _on_written(self, _written: asyncio.Future[None]) -> None:
+        self._waiting -= 1
+
+
+class CutSearch:
+    """Lets a run end at a cut of the cluster (docs/consistent-cuts.md), if its nodes tell one in
+    time: each by itself would tell seqnos of another moment.
+    """
+
+    def __init__(self, address: ServerAddress, wake: asyncio.Event) -> None:
+        self.why_no_cut = ""
+        """Why none was found; "": it was, or none was needed, or it is still looked for."""
+        self._address = address
+        self._wake = wake
+        self._task: asyncio.Task[None] | None = None
+        """None: the run needs no cut, or the search was ended."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the run has to wait for `end` before it knows where its streams end."""
+        return self._task is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a search to `end`."""
+        return self._task is not None and self._task.done()
+
+    def begin(self, feeds: dict[int, Feed]) -> None:
+        """Look for a cut in the background, and give each feed its seqno."""
+        self._task = asyncio.create_task(self._find(feeds))
+
+    def end(self) -> None:
+        """End a search that `has_ended`. Raises what it raised."""
+        assert self._task is not None, "there is a search"
+        task, self._task = self._task, None
+        task.result()
+
+    async def stop(self) -> None:
+        """Look no further."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _find(self, feeds: dict[int, Feed]) -> None:
+        consumer = Consumer(self._address, cuts=True, start="now")
+        try:
+            async with asyncio.timeout(CUT_S), consumer:
+                async for cut in consumer.cuts():
+                    if self.take(cut, feeds):
+                        break
+        except TimeoutError:
+            self.why_no_cut = f"the nodes told no cut within {CUT_S:g} s"
+        except (StatusError, *TRANSIENT) as error:
+            self.why_no_cut = str(error)
+        finally:
+            self._wake.set()
+
+    def take(self, cut: Cut, feeds: dict[int, Feed]) -> bool:
+        """Let the feeds end at a cut; return False if a stream already goes beyond it."""
+        seqnos = {vb_id: position.seqno for vb_id, position in cut.positions.items()}
+        for vb_id, seqno in seqnos.items():
+            target = feeds[vb_id].target
+            if target is not None and target > seqno:
+                return False
+        for vb_id, seqno in seqnos.items():
+            feeds[vb_id].cut_seqno = seqno
+        return True
+
+
 class BackupOptions(NamedTuple):
     """How a run is made. The values after `from_replicas` are limits, for tests."""
 
@@ -194,27 +324,18 @@ class Backup:
         self._sessions: dict[Place, _Session] = {}
         self._feeds: dict[int, Feed] = {}
         self._dials = Dials(address, self.wake, features=PUSH_FEATURES, longest_s=PAUSE_MAX_S)
-        self._cluster = self._dials.cluster
         self._copies = Copies() if options.from_replicas else None
         self._dialing = Dialing(self._dials, self._refresh, self._copies)
         self._chunker = Chunker(options.chunk_bytes)
-        self._queue: list[asyncio.Future[None]] = []
-        """Chunks whose result was not looked at yet; those that are written, too."""
-        self._waiting = 0
-        """How many of them are not written yet."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="backup-writer")
-        self._writer: SegmentWriter | None = None
+        self._queue = WriteQueue(options.queue_chunks)
         self._wire_bytes = 0
         self._done = 0
         self._changes = 0
         self._is_paused = self._is_one_node = False
         self._history_was_refused = False
-        self._why_no_cut = ""
-        self._search: asyncio.Task[None] | None = None
-        """Looks for the cut; None: the run needs none, or has it."""
+        self._search = CutSearch(address, self.wake)
         self._early: list[Feed] = []
-        """Partitions whose streams have ended while the cut was not known."""
+        """Partitions whose streams have ended while the cut is looked for."""
         self._collections: dict[int, tuple[str, int]] = {}
 
     # -- the whole -----------------------------------------------------------------------------
@@ -225,24 +346,24 @@ class Backup:
         If it fails, the changes written so far are kept, and the next run continues after them.
         """
         began_s = time.monotonic()
-        self._loop = asyncio.get_running_loop()
         with self._archive.lock("backup run") as lock:
             runs, run, found = self._archive.begin_run(lock, self._options.give_up)
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
                 self._history = found[0][2].is_history
-            self._writer = SegmentWriter(
+            writer = SegmentWriter(
                 self._archive, lock, run, started_ns,
                 is_history=self._history, level=self._options.level,
                 segment_bytes=self._options.segment_bytes,
             )  # fmt: skip
-            self._writer.adopt(found)
+            writer.adopt(found)
+            self._queue.begin(writer)
             try:
                 await self._refresh()
                 self._prepare_feeds(run, runs, found)
                 self._dialing.add(self._feeds.values())
                 if not self._is_one_node and self._copies is None:
-                    self._search = asyncio.create_task(self._find_cut())
+                    self._search.begin(self._feeds)
                 await self._follow(self._dialing, lock)
                 await self._finish_writing()
             except DcpdError as error:
@@ -250,21 +371,17 @@ class Backup:
                     await self._finish_writing()  # keep the open segment for the next run
                 raise
             finally:
-                if self._search is not None:
-                    self._search.cancel()
-                    await asyncio.gather(self._search, return_exceptions=True)
+                await self._search.stop()
                 await self._dialing.close()
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
-                # After a failure, the results of waiting chunks do not matter.
-                await asyncio.gather(*self._queue, return_exceptions=True)
-                await asyncio.to_thread(self._executor.shutdown, wait=True)
-            record = self._record(run, started_ns, is_resumed=bool(found))
+                await self._queue.stop()
+            record = self._record(writer, run, started_ns, is_resumed=bool(found))
             await asyncio.to_thread(self._archive.write_run, record, lock)
         return RunReport(
             record, len(found), time.monotonic() - began_s, self._history_was_refused,
-            self._why_no_cut,
+            self._search.why_no_cut,
         )  # fmt: skip
 
     def take(self, session: _Session, pieces: list[Piece]) -> None:
@@ -280,7 +397,7 @@ class Backup:
                     self._submit(chunk)
             self._early += intake.finished
             intake.finished.clear()
-            if self._search is None:
+            if not self._search.is_under_way:
                 self._end_streams()
         if intake.gone:
             if self._copies is not None:
@@ -288,7 +405,7 @@ class Backup:
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
-        if self._waiting > self._options.queue_chunks and not self._is_paused:
+        if self._queue.is_full and not self._is_paused:
             self._is_paused = True
             for other in self._sessions.values():
                 other.link.pause_reading()
@@ -310,7 +427,7 @@ class Backup:
         runs: list[RunRecord],
         found: list[tuple[str, int, Footer]],
     ) -> None:
-        topology = self._cluster.topology
+        topology = self._dials.cluster.topology
         assert topology is not None
         self._archive.follow_partitions(topology.num_vbuckets, is_empty=not (runs or found))
         legs = {}
@@ -321,39 +438,10 @@ class Backup:
             feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._options.versions_max)
             self._feeds[vb_id] = feed
 
-    async def _find_cut(self) -> None:
-        """Let the run end at a cut of the cluster (docs/consistent-cuts.md), if its nodes tell one
-        in time: each by itself would tell seqnos of another moment.
-        """
-        consumer = Consumer(self._address, cuts=True, start="now")
-        try:
-            async with asyncio.timeout(CUT_S), consumer:
-                async for cut in consumer.cuts():
-                    if self._take_cut(cut):
-                        break
-        except TimeoutError:
-            self._why_no_cut = f"the nodes told no cut within {CUT_S:g} s"
-        except (StatusError, *TRANSIENT) as error:
-            self._why_no_cut = str(error)
-        finally:
-            self.wake.set()
-
-    def _take_cut(self, cut: Cut) -> bool:
-        """Let the run end at a cut; return False if a stream already goes beyond it."""
-        seqnos = {vb_id: position.seqno for vb_id, position in cut.positions.items()}
-        for vb_id, seqno in seqnos.items():
-            target = self._feeds[vb_id].target
-            if target is not None and target > seqno:
-                return False
-        for vb_id, seqno in seqnos.items():
-            self._feeds[vb_id].cut_seqno = seqno
-        return True
-
     def _end_search(self) -> None:
         """Go on once the search for a cut has ended. Raises what it raised."""
-        if self._search is not None and self._search.done():
-            search, self._search = self._search, None
-            search.result()
+        if self._search.has_ended:
+            self._search.end()
             self._end_streams()
 
     def _end_streams(self) -> None:
@@ -381,7 +469,7 @@ class Backup:
                 progress, progress_at_s = self._progress_mark(), now_s
                 if dialing.is_idle:
                     dialing.reset()
-            elif self._queue:
+            elif not self._queue.is_empty:
                 progress_at_s = now_s  # the archive is slow, not the server
             elif now_s - progress_at_s > self._options.give_up_after_s:
                 raise dialing.failure or OperationTimeoutError(
@@ -398,7 +486,7 @@ class Backup:
         for session in self._sessions.values():
             session.intake.tick(time.monotonic_ns())
             session.flush()
-        self._check_queue()
+        self._queue.check()
         self._report()
         self.wake.clear()
         try:
@@ -426,17 +514,17 @@ class Backup:
         link = await self._dials.refreshed_link()
         try:
             self._collections = await collections_of(link)
-            assert self._cluster.topology is not None
-            self._is_one_node = self._cluster.topology.is_alone
-            if self._copies is not None and self._cluster.newest is not None:
-                check_copies(self._cluster.newest, self._address.node)
-                self._cluster.topology = self._copies.chosen(self._cluster.newest)
+            assert self._dials.cluster.topology is not None
+            self._is_one_node = self._dials.cluster.topology.is_alone
+            if self._copies is not None and self._dials.cluster.newest is not None:
+                check_copies(self._dials.cluster.newest, self._address.node)
+                self._dials.cluster.topology = self._copies.chosen(self._dials.cluster.newest)
         finally:
             link.close()
 
     def _stream_from(self, home: Home) -> None:
         """Stream partitions from their node."""
-        newest = self._cluster.newest
+        newest = self._dials.cluster.newest
         if self._copies is not None and newest is not None:
             for feed in home.feeds:
                 feed.is_last = self._copies.is_last(newest, feed.vb_id)
@@ -463,37 +551,22 @@ class Backup:
     # -- writing -------------------------------------------------------------------------------
 
     def _submit(self, chunk: RawChunk) -> None:
-        assert self._writer is not None
-        assert self._loop is not None
-        written = self._loop.run_in_executor(self._executor, self._writer.add, chunk)
-        written.add_done_callback(self._on_written)
-        self._queue.append(written)
-        self._waiting += 1
+        self._queue.submit(chunk).add_done_callback(self._on_written)
 
     def _on_written(self, _written: asyncio.Future[None]) -> None:
         """A chunk is written, or failed: resume reading if there is room.
 
         At once, and not at the next tick: until then the thread would run out of chunks.
         """
-        self._waiting -= 1
-        if self._is_paused and self._waiting <= self._options.queue_chunks // 2:
+        if self._is_paused and self._queue.has_room:
             self._is_paused = False
             for session in self._sessions.values():
                 session.link.resume_reading()
 
-    def _check_queue(self) -> None:
-        """Forget written chunks; raise errors of the thread."""
-        while self._queue and self._queue[0].done():
-            self._queue.pop(0).result()
-
     async def _finish_writing(self) -> None:
-        assert self._writer is not None
         for chunk in self._chunker.flush():
             self._submit(chunk)
-        await asyncio.gather(*self._queue)
-        self._queue.clear()
-        assert self._loop is not None
-        await self._loop.run_in_executor(self._executor, self._writer.close)
+        await self._queue.finish()
 
     def _report(self) -> None:
         if self._on_progress is None:
@@ -510,10 +583,10 @@ class Backup:
     def _wire(self) -> int:
         return self._wire_bytes + sum(item.intake.wire_bytes for item in self._sessions.values())
 
-    def _record(self, run: int, started_ns: int, *, is_resumed: bool) -> RunRecord:
+    def _record(
+        self, writer: SegmentWriter, run: int, started_ns: int, *, is_resumed: bool
+    ) -> RunRecord:
         self._report()
-        writer = self._writer
-        assert writer is not None
         granted = [session.intake.has_history for session in self._sessions.values()]
         self._history_was_refused = self._history and not all(granted)
         strangers = {feed.is_of_other_server for feed in self._feeds.values()} - {None}

@@ -498,10 +498,10 @@ class Node:
         sessions = Sessions(
             SessionParts(
                 engine, self._hub, ServerFacts(config, stats), access.limits, faults, prefixes,
-                LongQueue(), scans,
+                LongQueue(), scans, None if replicated is None else replicated.port,
+                replicated is not None and replicated.acknowledges_as_master,
             ),
             access, write.scrubbing, meter, log, self._refusals, self._background.tasks,
-            replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
             engine, write.committer, connections, access, sessions, meter, self._refusals,

@@ -54,7 +54,7 @@ class CollectionCommands:
         """Replace the manifest, as cluster managers do."""
         state = self._state
         engine = state.engine
-        if state.replication is not None:
+        if state.shared.replication is not None:
             raise RefusedError(Status.NOT_SUPPORTED, COLLECTIONS_OF_CLUSTER)
         if engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, engine.write_refusal)
@@ -74,7 +74,7 @@ class CollectionCommands:
         if after != engine.keyspace.manifest:
             engine.keyspace.set_manifest(after)
         state.observes_manifest()
-        state.note("manifest set", uid=after.uid)
+        state.notes.add("manifest set", uid=after.uid)
         state.answer(request)
 
     def collection_id(self, request: Frame) -> None:

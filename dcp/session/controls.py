@@ -137,7 +137,7 @@ def _closed_times(producer: Producer, state: SessionState, value: str) -> int:
     """It cannot be turned off again."""
     if value != "true":
         return Status.EINVAL
-    why = "" if state.replication is None else state.replication.why_no_cuts
+    why = "" if state.shared.replication is None else state.shared.replication.why_no_cuts
     if why:
         why = f"this node closes no times (control x_closed_times): {why}"
         raise RefusedError(Status.NOT_SUPPORTED, why)

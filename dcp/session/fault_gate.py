@@ -45,10 +45,10 @@ class FaultGate:
             fault = state.shared.faults.meet(opcode, vb_id)
             if fault is None:
                 return False
-            state.note("fault", fault=fault.fault_id, opcode=opcode, vb_id=vb_id)
+            state.notes.add("fault", fault=fault.fault_id, opcode=opcode, vb_id=vb_id)
             if fault.delay_ms:
                 self.waiting = fault
-                state.held_until_ns = now_ns + fault.delay_ms * 1_000_000
+                state.pause.until_ns = now_ns + fault.delay_ms * 1_000_000
                 state.is_full = True
                 return True
         if fault.disconnects:

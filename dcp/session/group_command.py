@@ -153,7 +153,7 @@ class GroupCommand:
             status, _, _ = engine.store(SET, part.vb_id, stored, stored + value, 0, 0, 0, 0)
             if status:
                 raise RefusedError(status, "the group's document cannot be written; try again")
-            state.note(
+            state.notes.add(
                 "group changed", group=key[len(GROUP_PREFIX) :].decode("utf-8", "replace"),
                 epoch=after.epoch, members=len(after.members),
             )  # fmt: skip

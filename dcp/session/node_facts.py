@@ -85,10 +85,12 @@ class MapPush(NamedTuple):
 class MapNews:
     """See the module."""
 
-    __slots__ = ("_dedupes", "_facts", "_has", "_push", "_pushed", "is_owed")
+    __slots__ = ("_dedupes", "_facts", "_has", "_push", "_pushed", "bucket", "is_owed")
 
     def __init__(self, facts: NodeFacts) -> None:
         self._facts = facts
+        self.bucket: str | None = None
+        """The bucket that the client has selected."""
         self._push: Feature | None = None
         """How the client wants to be told newer maps: whole or brief; None: it asks itself."""
         self._dedupes = False
@@ -104,15 +106,19 @@ class MapNews:
         self._push = pushes[0] if pushes else None
         self._dedupes = Feature.DEDUPE_NOT_MY_VBUCKET in granted
 
-    def take_known(self, version: tuple[int, int], *, of_bucket: bool) -> bool:
-        """The client says that it has this version: return whether that is the newest one.
-        `of_bucket`: it says so of the bucket's map, which has the partitions.
+    def take_known(self, version: tuple[int, int]) -> bool:
+        """The client says that it has this version: return whether that is the newest one. With a
+        bucket it says so of the bucket's map, which has the partitions.
         """
         if version < self._facts.config_version():
             return False
-        if of_bucket:
+        if self.bucket is not None:
             self._has = version
         return True
+
+    def config(self) -> bytes:
+        """Return the bucket's map, or the node's configuration if no bucket is selected."""
+        return self._facts.global_config() if self.bucket is None else self.whole()
 
     def whole(self) -> bytes:
         """Return the bucket's map, which the client has then."""
@@ -127,6 +133,7 @@ class MapNews:
 
     def push(self) -> MapPush | None:
         """Return what to push now; the client has been told then. None: nothing."""
+        assert self.bucket is not None, "without one it knows no partitions"
         version = self._facts.config_version()
         known = max(self._pushed, self._has) if self._dedupes else self._pushed
         if self._push is None or known >= version:

@@ -28,6 +28,7 @@ from typing import Final
 
 from dcp.session.access.auth import AuthStep
 from dcp.session.access.rights import NEEDS, Role
+from dcp.session.answers.long_requests import LongRequest
 from dcp.session.answers.long_steps import REMOVED, end_long, go_on
 from dcp.session.collections import CollectionCommands
 from dcp.session.fault_gate import FaultGate
@@ -62,6 +63,7 @@ from dcp.wire.frame import FLEX_HEADER, HEADER, HEADER_BYTES, Frame
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
 from failover.rules.write_answer import Durability, refusal_of
+from vbucket.engine.documents.read_modify_write import Flush
 from vbucket.engine.partition import VbState
 from vbucket.store.environment import StoreDamagedError
 
@@ -143,7 +145,7 @@ class Session:
     def receive(self, data: bytes, now_ns: int) -> None:
         """Handle the bytes of one read; `now_ns` is Unix time."""
         state = self.state
-        if state.is_closing:
+        if state.close_reason:
             return
         if len(data) == ACK_BYTES and self._is_acknowledgement(data):
             assert state.feed is not None, "asked there"
@@ -188,13 +190,13 @@ class Session:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered. The caller has taken the answers."""
         state = self.state
-        if now_ns < state.held_until_ns or state.login.request is not None:
+        if now_ns < state.pause.until_ns or state.login.request is not None:
             state.is_full = True
             self._note_held(state.buffer, 0)
             return
         assert not self._is_entered, "nothing that a handler calls may call the session"
         self._is_entered = True
-        state.is_full = state.waits_for_room = False
+        state.is_full = state.pause.is_for_room = False
         state.unread_bytes = 0
         state.work = 0.0
         if self._begin(now_ns) and not self._took_last_step(now_ns):
@@ -207,9 +209,10 @@ class Session:
         all_runs = self._runs
         hot = self._document_handlers()
         runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
-        arriving = _NO_PARTITIONS if state.replication is None else state.replication.arriving
+        replication = state.shared.replication
+        arriving = _NO_PARTITIONS if replication is None else replication.arriving
         is_held = False
-        while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
+        while end - position >= HEADER_BYTES and not (state.is_full or state.close_reason):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
             )
@@ -245,8 +248,8 @@ class Session:
                 break
             hot = self._document_handlers()
             runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
-        if state.arrival.until_ns and not is_held:
-            state.arrival.end(now_ns)
+        if state.pause.arrival.until_ns and not is_held:
+            state.pause.arrival.end(now_ns)
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
 
@@ -284,7 +287,7 @@ class Session:
             # An earlier read may have brought no whole command. Its place is that of another group.
             state.first_change = len(state.engine.keyspace.pending)
         state.engine.begin_batch(now_ns)
-        return state.flush is not None or state.long is not None
+        return state.unfinished is not None
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""
@@ -292,7 +295,7 @@ class Session:
         end = len(buffer)
         state.taken_bytes += position
         self._note_held(buffer, position)
-        if position < end < position + HEADER_BYTES and not state.is_closing:
+        if position < end < position + HEADER_BYTES and not state.close_reason:
             # A client of another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
             if problem:
@@ -307,8 +310,9 @@ class Session:
         """Note how many received bytes are kept; the buffer is handled up to `position`."""
         state = self.state
         state.held_bytes = len(buffer) - position
-        if state.long is not None:
-            state.held_bytes += state.long.held_bytes
+        request = state.unfinished
+        if request is not None and isinstance(request, LongRequest):
+            state.held_bytes += request.held_bytes
 
     def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
         """Handle a packet that the loop does not pass to a handler directly. Return where the next
@@ -387,10 +391,10 @@ class Session:
         """Return whether a command that writes has to wait; the session is full then."""
         state, engine = self.state, self.state.engine
         if opcode == Opcode.X_PUT_FRAMES and engine.loads.is_full and self.is_logged_in:
-            state.is_full = state.waits_for_room = True
+            state.is_full = state.pause.is_for_room = True
         if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
-            state.is_full = state.waits_for_room = True
-        return state.waits_for_room
+            state.is_full = state.pause.is_for_room = True
+        return state.pause.is_for_room
 
     def _waits_for(self, opcode: int, now_ns: int) -> bool:
         """Return whether a request waits for its partition, which is arriving; the session is full
@@ -399,7 +403,7 @@ class Session:
         state = self.state
         if not (opcode in self._hot or opcode in _WRITES) or opcode in _FLUSHES:
             return False
-        if state.hello.hashes_keys or not self.is_logged_in or not state.arrival.wait(now_ns):
+        if state.hello.hashes_keys or not self.is_logged_in or not state.pause.arrival.wait(now_ns):
             return False
         state.is_full = True
         return True
@@ -439,7 +443,7 @@ class Session:
     def _took_last_step(self, now_ns: int) -> bool:
         """Go on with the request that takes steps; return whether others may be taken now."""
         state = self.state
-        if state.flush is not None:
+        if isinstance(state.unfinished, Flush):
             self._continue_flush(now_ns)
         else:
             answered = len(state.answers)

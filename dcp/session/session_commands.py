@@ -87,7 +87,7 @@ class ConnectionCommands:
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
         if Feature.XATTR not in asked and not _NEED_XATTR.isdisjoint(asked):
             raise RefusedError(Status.EINVAL, "features 0x15 and 0x18 go with XATTR (0x06)")
-        known = GRANTED if state.replication is None else GRANTED_IN_CLUSTERS
+        known = GRANTED if state.shared.replication is None else GRANTED_IN_CLUSTERS
         granted = [code for code in dict.fromkeys(asked) if code in known]
         if Feature.DUPLEX not in granted and not MAP_PUSHES.isdisjoint(granted):
             raise RefusedError(Status.EINVAL, "features 0x0d and 0x1f go with Duplex (0x0c)")
@@ -179,9 +179,9 @@ class ConnectionCommands:
         refuse_stray(request, "extras", "value")
         name = request.key.decode("utf-8", "replace")
         if name == "@no bucket@":
-            state.bucket = None
+            state.map_news.bucket = None
         elif name == state.shared.facts.bucket:
-            state.bucket = name
+            state.map_news.bucket = name
             state.hello.hashes_keys = False
         else:
             why = f"no bucket {name!r}; there is {state.shared.facts.bucket!r} (setting bucket)"
@@ -206,16 +206,14 @@ class ConnectionCommands:
         """Answer the bucket's configuration, or the node's if no bucket is selected."""
         state = self._state
         refuse_stray(request, "key", "value")
-        has_bucket = state.bucket is not None
         if request.extras:
             if len(request.extras) != CONFIG_VERSION.size:
                 raise RefusedError(Status.EINVAL, "a known version has 16 bytes")
             known = CONFIG_VERSION.unpack(request.extras)
-            if state.map_news.take_known(known, of_bucket=has_bucket):
+            if state.map_news.take_known(known):
                 state.answer(request)
                 return
-        value = state.map_news.whole() if has_bucket else state.shared.facts.global_config()
-        state.answer(request, value=value, is_json=True)
+        state.answer(request, value=state.map_news.config(), is_json=True)
 
     def error_map(self, request: Frame) -> None:
         """Answer what each status means, in the newest format that the client understands."""
@@ -382,7 +380,7 @@ class ConnectionCommands:
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[vb_id]
-        if part.state == VbState.DEAD and state.replication is not None:
+        if part.state == VbState.DEAD and state.shared.replication is not None:
             raise state.elsewhere(part)
         return part
 
@@ -391,7 +389,7 @@ class ConnectionCommands:
         partition that it had.
         """
         state, producer = self._state, self._state.producer
-        if producer is None or producer.terms.has_version_lists or state.replication is None:
+        if producer is None or producer.terms.has_version_lists or state.shared.replication is None:
             return False
         if vb_id >= state.engine.num_vbuckets:
             return False

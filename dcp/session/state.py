@@ -172,6 +172,10 @@ class SessionParts(NamedTuple):
     long_queue: LongQueue
     scans: RangeScans | None = None
     """The node's range scans; None: there are no commands for them."""
+    replication: ReplicationPort | None = None
+    """Where replicas' nodes come in; None: this node is alone."""
+    acknowledges_as_master: bool = False
+    """Whether reads wait for this node's log only (setting acknowledge)."""
 
     @classmethod
     def of(
@@ -182,59 +186,87 @@ class SessionParts(NamedTuple):
         limits: Limits,
         *,
         scans: RangeScans | None = None,
+        replication: ReplicationPort | None = None,
     ) -> SessionParts:
         """Return them for a node without faults and counts of its own."""
-        return cls(engine, hub, facts, limits, FaultTable(), PrefixCounts(), LongQueue(), scans)
+        faults, prefixes = FaultTable(), PrefixCounts()
+        return cls(
+            engine, hub, facts, limits, faults, prefixes, LongQueue(), scans, replication
+        )  # fmt: skip
+
+
+class Pause:
+    """What a session waits for before it takes the next command, if not only for its turn. The
+    session is full meanwhile, and the shell resumes it in time.
+    """
+
+    __slots__ = ("arrival", "is_for_room", "until_ns")
+
+    def __init__(self) -> None:
+        self.is_for_room = False
+        """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
+        self.until_ns = 0
+        """No command is taken before this Unix time: a fault, a flush or a long request waits."""
+        self.arrival = ArrivalWait()
+        """The wait for a partition that is handed over to this node."""
+
+
+class Notes:
+    """Lines for the log, which the shell writes after each batch."""
+
+    __slots__ = ("left_out", "lines")
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, object]]] = []
+        """(event, fields); at most NOTES_MAX."""
+        self.left_out = 0
+        """How many more there would be."""
+
+    def add(self, event: str, **fields: object) -> None:
+        """Leave a line for the log, or count it if there are enough."""
+        if len(self.lines) < NOTES_MAX:
+            self.lines.append((event, fields))
+        else:
+            self.left_out += 1
+
+    def clear(self) -> None:
+        """Forget the lines: they are written."""
+        self.lines.clear()
+        self.left_out = 0
 
 
 class SessionState:
     """One connection's state. Plain attributes, read on the hot path."""
 
     __slots__ = (
-        "acknowledges_as_master",
         "answers",
-        "arrival",
         "awaited",
-        "bucket",
         "buffer",
         "close_reason",
         "current",
         "engine",
         "feed",
         "first_change",
-        "flush",
         "held_bytes",
-        "held_until_ns",
         "hello",
-        "is_closing",
         "is_full",
         "loads",
         "login",
-        "long",
         "map_news",
         "marks",
         "notes",
-        "notes_left_out",
-        "replication",
+        "pause",
         "schedule",
         "sender",
         "shared",
         "taken_bytes",
+        "unfinished",
         "unread_bytes",
         "wait_group",
-        "waits_for_room",
         "work",
     )
 
-    def __init__(
-        self,
-        shared: SessionParts,
-        login: ClientLogin,
-        *,
-        replication: ReplicationPort | None = None,
-        has_replicas: bool = False,
-        acknowledges_as_master: bool = False,
-    ) -> None:
+    def __init__(self, shared: SessionParts, login: ClientLogin) -> None:
         self.shared = shared
         self.engine = shared.engine
         self.login = login
@@ -243,33 +275,21 @@ class SessionState:
         self.held_bytes = self.taken_bytes = 0
         """Received bytes that the session keeps (incomplete packets, and packets that wait); bytes
         that were handled since the connection began."""
-        self._begin_answers(has_replicas, acknowledges_as_master)
+        self._begin_answers()
         self.unread_bytes = 0
         """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
         """Whether no command is taken until the shell calls `resume`."""
-        self.waits_for_room = False
-        """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
-        self.held_until_ns = 0
-        """No command is taken before this Unix time: a fault or a flush waits."""
-        self.is_closing = False
+        self.pause = Pause()
         self.close_reason = ""
-        self.notes: list[tuple[str, dict[str, object]]] = []
-        """Log lines for the shell: (event, fields)."""
-        self.notes_left_out = 0
-        self.bucket: str | None = None
+        """Why the connection closes after what has been answered; "": it does not."""
+        self.notes = Notes()
         self.hello = Negotiated()
         self.map_news = MapNews(shared.facts)
-        self.flush: Flush | None = None
-        """A flush under way; no other command is taken before it is done."""
-        self.long: LongRequest | None = None
-        """A long request under way; no other command is taken before it is done."""
+        self.unfinished: Flush | LongRequest | None = None
+        """A request that goes on in steps; no other command is taken before it is done."""
         self.work = 0.0
         """How much of a turn of the event loop the requests since `resume` have taken; 1: all."""
-        self.replication = replication
-        """Where replicas' nodes come in; None: this node is alone."""
-        self.arrival = ArrivalWait()
-        """The wait for a partition that is handed over to this node."""
         self.sender: Producer | ReplicaSender | None = None
         """What pumps messages into the connection, if anything does: a producer or a feed."""
         self.feed: ReplicaSender | None = None
@@ -282,7 +302,12 @@ class SessionState:
         """What sends streams to a DCP client, if this is one."""
         return self.sender if isinstance(self.sender, Producer) else None
 
-    def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
+    @property
+    def is_closing(self) -> bool:
+        """Whether the connection closes after what has been answered, and takes no more."""
+        return bool(self.close_reason)
+
+    def _begin_answers(self) -> None:
         """Begin with no answers, and nothing that they wait for."""
         self.answers: list[bytes] = []
         """Responses in order. `dcp.session.answers.held_answers` says when they may leave: it has
@@ -290,11 +315,9 @@ class SessionState:
         self.loads: list[tuple[int, LoadTicket]] = []  # places of answers, and what these await
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
-        self.marks: list[Mark] | None = [] if has_replicas else None
+        self.marks: list[Mark] | None = None if self.shared.replication is None else []
         """What each single answer waits for; None on a node alone (`dcp.session.answers.marks`)."""
         self.current = CurrentRequest()
-        self.acknowledges_as_master = acknowledges_as_master
-        """Whether reads wait for this node's log only (setting acknowledge)."""
 
     def answer(
         self,
@@ -322,7 +345,7 @@ class SessionState:
     def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
         """Answer with an error, and leave a line for the log."""
         context = context[:CONTEXT_CHARS_MAX]
-        self.note("refused", opcode=opcode, status=status, reason=context)
+        self.notes.add("refused", opcode=opcode, status=status, reason=context)
         self.answer_json(opcode, opaque, status, self.error_body(context, status))
 
     def answer_error(
@@ -330,7 +353,7 @@ class SessionState:
     ) -> None:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
-            self.note("damaged data", opcode=opcode, vb_id=error.vb_id, reason=str(error))
+            self.notes.add("damaged data", opcode=opcode, vb_id=error.vb_id, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError) and self.hello.hashes_keys:
@@ -369,7 +392,7 @@ class SessionState:
             return ""
         name = Opcode(opcode).name
         user = self.login.user or ""
-        self.note("denied", command=name, user=user, role=str(denial.role), reason=denial.why)
+        self.notes.add("denied", command=name, user=user, role=str(denial.role), reason=denial.why)
         return (
             f"user {user!r} may not {name}: {denial.why}; "
             f"an admin grants it: dcpctl user grant {user} {denial.role}"
@@ -390,18 +413,11 @@ class SessionState:
         if self.unread_bytes > ANSWER_BYTES_MAX:
             self.is_full = True
 
-    def note(self, event: str, **fields: object) -> None:
-        """Leave a line for the log; at most NOTES_MAX per batch are kept."""
-        if len(self.notes) < NOTES_MAX:
-            self.notes.append((event, fields))
-        else:
-            self.notes_left_out += 1
-
     def _note_not_my_vbucket(self, opcode: int, vb_id: int) -> None:
         """Leave a line for the log: this partition does not take the command here."""
         parts = self.engine.partitions
         why = f"it is {parts[vb_id].state.name.lower()}" if vb_id < len(parts) else "no such one"
-        self.note(
+        self.notes.add(
             "refused",
             opcode=opcode,
             status=Status.NOT_MY_VBUCKET,
@@ -421,25 +437,25 @@ class SessionState:
         Raises StoreDamagedError, and RefusedError if writes are refused now. The flush has ended
         then, and what it deleted stays deleted.
         """
-        flush, engine = self.flush, self.engine
-        assert flush is not None
+        flush, engine = self.unfinished, self.engine
+        assert isinstance(flush, Flush), "a flush is under way"
         if engine.write_refusal:
-            self.flush = None
+            self.unfinished = None
             raise RefusedError(Status.ETMPFAIL, f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
         try:
             is_done = not engine.writers_wait and flush.step()
         except StoreDamagedError:
-            self.flush = None
+            self.unfinished = None
             raise
         except RefusedError as error:
-            self.flush = None
+            self.unfinished = None
             raise RefusedError(error.status, f"{error}; {_PARTLY_FLUSHED}") from error
         if not is_done:
             if engine.writers_wait or flush.is_waiting:
-                self.held_until_ns = now_ns + FLUSH_PAUSE_NS
+                self.pause.until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return False
-        self.flush = None
+        self.unfinished = None
         for part in engine.partitions:
             self.observes(part.vb_id)
         return True
@@ -447,7 +463,7 @@ class SessionState:
     @property
     def has_steps(self) -> bool:
         """Whether a request goes on in steps, and has no answer yet."""
-        return self.flush is not None or self.long is not None
+        return self.unfinished is not None
 
     def spend(self, part: float) -> None:
         """Count work of a request. At 1, others get their turn before this session goes on."""
@@ -464,20 +480,20 @@ class SessionState:
 
     def close(self, reason: str) -> None:
         """Close the connection after what has been answered."""
-        self.is_closing = True
+        assert reason, "a connection closes with a reason"
         self.close_reason = reason
 
     def pushed_map(self) -> bytes:
         """Return the packet that tells the client the newest map, which counts as told then; b"":
         it has not asked for that, knows it, or has no bucket.
         """
-        news = None if self.bucket is None else self.map_news.push()
+        news = self.map_news.push()
         if news is None:
             return b""
         return pack_request(
             CLUSTERMAP_CHANGED,
             extras=news.version,
-            key=(self.bucket or "").encode(),
+            key=(self.map_news.bucket or "").encode(),
             value=news.body,
             datatype=self.hello.has_json if news.body else 0,
             magic=Magic.SERVER_REQUEST,
@@ -498,7 +514,8 @@ class SessionState:
 
     def fence_text(self, part: Partition) -> str:
         """Return why a fenced partition does not answer."""
-        why = "" if self.replication is None else self.replication.why_fenced(part.vb_id)
+        replication = self.shared.replication
+        why = "" if replication is None else replication.why_fenced(part.vb_id)
         return f"partition {part.vb_id}: {why or _UNCONFIRMED}; try again"
 
     def place_text(self, vb_id: int) -> str:
@@ -551,7 +568,7 @@ class SessionState:
 
     def observes_group(self, vb_id: int, group: int) -> None:
         """Let the answers wait until a group of a partition, which they tell of, is committed."""
-        if self.acknowledges_as_master:
+        if self.shared.acknowledges_as_master:
             self._await_sync(group, vb_id)
         else:
             self._await(vb_id, group)

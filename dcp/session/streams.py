@@ -194,7 +194,7 @@ class DcpCommands:
         """Make this the link of a replica's node, instead of a producer for a consumer."""
         state = self._state
         producer = self._producer()
-        if state.replication is None:
+        if state.shared.replication is None:
             raise RefusedError(Status.NOT_SUPPORTED, "this node is alone: it has no replicas")
         if state.login.rights is None or not state.login.rights.has(Role.REPLICATE):
             user = state.login.user
@@ -202,7 +202,7 @@ class DcpCommands:
                 f"control x_replicate takes the role {Role.REPLICATE}, which is for the nodes of a"
                 f" cluster; an admin grants it: dcpctl user grant {user} {Role.REPLICATE}"
             )
-            state.note(
+            state.notes.add(
                 "denied", command="x_replicate", user=user or "", role=str(Role.REPLICATE),
                 reason=why,
             )  # fmt: skip
@@ -211,7 +211,7 @@ class DcpCommands:
         if producer.stream_count:
             raise RefusedError(Status.EINVAL, "streams are open; open another connection")
         try:
-            feed, answer = state.replication.open_feed(request.value, state.schedule)
+            feed, answer = state.shared.replication.open_feed(request.value, state.schedule)
         except ReplicationError as error:
             state.close(f"no replica of this node: {error}")
             raise RefusedError(Status.EINVAL, str(error)) from error
@@ -283,7 +283,7 @@ class DcpCommands:
             if state.engine.partitions[request.vb_id].state == VbState.REPLICA:
                 raise WrongVbucketError from error
             # Without the map: it names this node, and java-dcp-client asks five times a second.
-            state.note(
+            state.notes.add(
                 "refused", opcode=request.opcode, status=Status.NOT_MY_VBUCKET, reason=str(error)
             )
             state.answer(request, Status.NOT_MY_VBUCKET)
@@ -324,7 +324,7 @@ class DcpCommands:
             reason = decision.reason
             if decision.kind is RollbackKind.PURGED:
                 reason += lost_text(state.engine, part, asked.start_seqno)
-            state.note(
+            state.notes.add(
                 "rollback", name=producer.name.decode("utf-8", "replace"), vb_id=part.vb_id,
                 to_seqno=decision.rollback_seqno, kind=str(decision.kind), reason=reason,
             )  # fmt: skip

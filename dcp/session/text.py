@@ -185,7 +185,7 @@ class TextSession:
     def receive(self, data: bytes, now_ns: int) -> None:
         """Handle the bytes of one read; `now_ns` is Unix time."""
         state = self.state
-        if state.is_closing:
+        if state.close_reason:
             return
         if not self.is_logged_in:
             state.send(b"CLIENT_ERROR log in with SASL over the binary protocol\r\n")
@@ -197,21 +197,21 @@ class TextSession:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered. The caller has taken the answers."""
         state = self.state
-        state.is_full = state.waits_for_room = False
+        state.is_full = state.pause.is_for_room = False
         state.unread_bytes = 0
         state.work = 0.0
         if state.first_change < 0 or not state.wait_group:  # as in Session._begin
             state.first_change = len(self._engine.keyspace.pending)
         self._engine.begin_batch(now_ns)
         handle = self._handle if state.marks is None else self._handle_with_marks
-        if state.flush is not None:
+        if state.unfinished is not None:
             first_answer, first_entry = len(state.answers), len(self._engine.keyspace.pending)
             self._continue_flush(now_ns)
             if state.marks is not None:
                 state.mark(TEXT_COMMAND, 0, first_answer, first_entry, is_read=False)
         position = 0
         try:
-            while not (state.is_full or state.is_closing):
+            while not (state.is_full or state.close_reason):
                 is_reading = self._read is not None
                 first_entry = len(self._engine.keyspace.pending)
                 step = handle(position)
@@ -613,7 +613,7 @@ class TextSession:
             if not is_quiet:
                 self.state.send(self._not_now())
         elif arguments in ([], [b"0"]):
-            self.state.flush = Flush(self._engine)
+            self.state.unfinished = Flush(self._engine)
             self._flushes_quietly = is_quiet
             self._continue_flush(0)
         elif not is_quiet:
@@ -628,7 +628,9 @@ class TextSession:
         try:
             is_done = state.step_flush(now_ns)
         except StoreDamagedError as error:
-            state.note("damaged data", command="flush_all", vb_id=error.vb_id, reason=str(error))
+            state.notes.add(
+                "damaged data", command="flush_all", vb_id=error.vb_id, reason=str(error)
+            )
             state.send(_DAMAGED)
         except RefusedError as error:
             state.send(b"SERVER_ERROR %b\r\n" % str(error)[:CONTEXT_CHARS_MAX].encode())
@@ -659,8 +661,8 @@ class TextSession:
         """Return whether a command that writes has to wait; the session is full then."""
         state = self.state
         if self._engine.writers_wait and not self._engine.write_refusal:
-            state.is_full = state.waits_for_room = True
-        return state.waits_for_room
+            state.is_full = state.pause.is_for_room = True
+        return state.pause.is_for_room
 
     # -- the server ----------------------------------------------------------------------------
 

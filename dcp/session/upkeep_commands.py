@@ -77,7 +77,7 @@ class UpkeepCommands:
         except lifecycle.PurgeRefusedError as error:
             raise RefusedError(Status.ETMPFAIL, str(error)) from error
         state.observes_history(part.vb_id)
-        state.note("purge", vb_id=part.vb_id, purge_seqno=part.purge_seqno)
+        state.notes.add("purge", vb_id=part.vb_id, purge_seqno=part.purge_seqno)
         state.answer(request)
 
     def _purge_seqno(self, part: Partition, before_s: int, upto_seqno: int) -> int:
@@ -130,7 +130,7 @@ class UpkeepCommands:
         state, keyspace = self._state, self._state.engine.keyspace
         name = Opcode(request.opcode).name
         refuse_stray(request, "extras", "key", "value")
-        if state.replication is not None:
+        if state.shared.replication is not None:
             raise RefusedError(
                 Status.NOT_SUPPORTED,
                 f"{name}: this node is in a cluster, and the others would take it for broken; use a"
@@ -145,7 +145,7 @@ class UpkeepCommands:
             why = "commits are held already" if is_held else "commits are not held"
             raise RefusedError(Status.EINVAL, f"{name}: {why}")
         keyspace.holds_groups = is_held
-        state.note("commits held" if is_held else "commits go on", user=state.login.user or "")
+        state.notes.add("commits held" if is_held else "commits go on", user=state.login.user or "")
         state.answer(request)
 
     def _partition_of(self, request: Frame) -> Partition:

@@ -60,31 +60,25 @@ class ActiveStream:
 
     __slots__ = (
         "accepts",
-        "asked_vb_uuid",
         "end_seqno",
-        "ends_at_latest",
         "filter",
-        "flags",
         "framing",
         "held_seqno",
-        "ignores_purges",
-        "is_active_only",
         "is_backlog",
         "is_history",
         "is_oso",
         "limit_seqno",
         "next_seqno",
         "opaque",
-        "opaque_bytes",
         "opened_ns",
         "passes",
         "purge_seqno",
         "rate",
+        "request",
         "skip",
         "skips_deletions",
         "snap_end_seqno",
         "snap_start_seqno",
-        "start_seqno",
         "state",
         "stream_id",
         "takeover",
@@ -107,18 +101,11 @@ class ActiveStream:
         """Its name on the wire (control enable_stream_id); 0: it has none."""
         self.framing = stream_id_framing(stream_id) if stream_id else b""
         self.opaque = opaque
-        self.opaque_bytes = opaque.to_bytes(4, "big")
-        self.flags = request.flags
-        """Flags of its request."""
-        self.asked_vb_uuid = request.vb_uuid
-        """The version that its request named; 0: none."""
-        self.start_seqno = request.start_seqno
-        """Where it was requested from."""
+        self.request = request
+        """What the client asked for; it stays as it was."""
         self.next_seqno = request.start_seqno + 1
         self.held_seqno = request.start_seqno
         self.end_seqno = request.end_seqno
-        self.ends_at_latest = bool(request.flags & _TO_LATEST)
-        """Whether its end is that of a snapshot already: what was the latest at its request."""
         self.snap_start_seqno = request.snap_start_seqno
         """Where the next marker starts."""
         self.snap_end_seqno: int | None = None
@@ -141,8 +128,6 @@ class ActiveStream:
         self.is_backlog = True
         """Whether it has not caught up once yet."""
         self.state = SendState.SENDING
-        self.is_active_only = bool(request.flags & _ACTIVE_ONLY)
-        self.ignores_purges = bool(request.flags & _IGNORE_PURGED)
         self.purge_seqno = part.purge_seqno
         """The partition's purge seqno when the request was answered."""
         self.takeover = Takeover() if request.flags & _TAKEOVER else None
@@ -155,6 +140,21 @@ class ActiveStream:
     def key(self) -> int:
         """What identifies it among the streams of its connection."""
         return self.stream_id << 16 | self.vb_id
+
+    @property
+    def is_active_only(self) -> bool:
+        """Whether it ends when the partition is not active here any more."""
+        return bool(self.request.flags & _ACTIVE_ONLY)
+
+    @property
+    def ends_at_latest(self) -> bool:
+        """Whether its end is that of a snapshot already: what was the latest at its request."""
+        return bool(self.request.flags & _TO_LATEST)
+
+    @property
+    def ignores_purges(self) -> bool:
+        """Whether it goes on although deletions were purged that the client has not seen."""
+        return bool(self.request.flags & _IGNORE_PURGED)
 
     @property
     def floor_max(self) -> int:

@@ -191,8 +191,8 @@ class SnapshotWriter:
                 out += run.pieces
                 return run.wire_bytes + self._go_on(stream, out, run.next_seqno, run.last_seqno)
         batch = self._engine.versions.frames(
-            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
-            stream.accepts,
+            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque.to_bytes(4, "big"),
+            stream.skip, bytes_max, stream.accepts,
         )  # fmt: skip
         if skips_deletions:
             batch = _without_deletions(stream, batch)

@@ -10,7 +10,7 @@ from clients.address import parse_address
 from clients.backup.archives.archive import create_archive
 from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
-from clients.backup.run import PAUSE_MAX_S, Backup
+from clients.backup.run import PAUSE_MAX_S, Backup, CutSearch
 from clients.consumer.batch_reader import Cut
 from clients.errors import AuthenticationError, ConnectError, TopologyError
 from clients.link.dials import Dials
@@ -187,7 +187,7 @@ async def test_the_last_node_of_a_cluster_is_no_node_alone(tmp_path, found, is_a
     link = FakeLink()
 
     async def refreshed_link():
-        backup._cluster.adopt(found)
+        backup._dials.cluster.adopt(found)
         return link
 
     backup._dials.refreshed_link = refreshed_link
@@ -196,16 +196,16 @@ async def test_the_last_node_of_a_cluster_is_no_node_alone(tmp_path, found, is_a
     assert link.is_closed
 
 
-def test_a_cut_that_a_stream_goes_beyond_is_not_taken(tmp_path):
+def test_a_cut_that_a_stream_goes_beyond_is_not_taken():
     """The streams began while the run waited for it: the state at such a cut is lost."""
-    backup = Backup(create_archive(str(tmp_path / "archive"), 0), parse_address("a:1"))
-    backup._feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in range(3)}
-    backup._feeds[0].target, backup._feeds[1].target = 5, 7
+    search = CutSearch(parse_address("a:1"), asyncio.Event())
+    feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in range(3)}
+    feeds[0].target, feeds[1].target = 5, 7
 
     def cut(*seqnos):
         return Cut([], 1, {vb_id: Position(seqno=seqno) for vb_id, seqno in enumerate(seqnos)})
 
-    assert not backup._take_cut(cut(5, 6, 3))
-    assert [feed.cut_seqno for feed in backup._feeds.values()] == [None] * 3
-    assert backup._take_cut(cut(6, 7, 3))
-    assert [feed.cut_seqno for feed in backup._feeds.values()] == [6, 7, 3]
+    assert not search.take(cut(5, 6, 3), feeds)
+    assert [feed.cut_seqno for feed in feeds.values()] == [None] * 3
+    assert search.take(cut(6, 7, 3), feeds)
+    assert [feed.cut_seqno for feed in feeds.values()] == [6, 7, 3]

@@ -50,7 +50,7 @@ class Arriving(MemoryNode):
 
     def client(self) -> Peer:
         peer = self.connect()
-        peer.state.replication = self.port
+        peer.joins(self.port)
         peer.hello(Feature.XERROR, Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
         return peer
 
@@ -106,7 +106,7 @@ def test_write_waits_and_is_answered_when_partition_is_served(node: Arriving, ru
     node.arrive()
     assert told(resume(peer)) == [(number, Status.OK) for number in range(runs)]
     assert not peer.state.is_full
-    assert not peer.state.arrival.until_ns
+    assert not peer.state.pause.arrival.until_ns
 
 
 def test_order_is_kept_and_what_comes_before_is_answered(node: Arriving) -> None:
@@ -140,7 +140,7 @@ def test_who_has_waited_earns_it_back_in_time(node: Arriving) -> None:
     resume(peer)
     node.now_ns += 10 * MS
     assert receive(peer, put(VB, 1)) == []
-    assert peer.state.arrival.until_ns == node.now_ns + 10 * MS
+    assert peer.state.pause.arrival.until_ns == node.now_ns + 10 * MS
     node.now_ns += 10 * MS
     assert told(resume(peer)) == [(1, Status.ETMPFAIL)]
 
@@ -206,20 +206,20 @@ def test_a_partition_fenced_for_another_reason_refuses_at_once(node: Arriving) -
 
 def test_clients_that_name_no_partition_do_not_wait(node: Arriving) -> None:
     peer = node.connect()
-    peer.state.replication = node.port
+    peer.joins(node.port)
     node.port.arriving.add(0)
     store = pack_request(Opcode.SET, key=b"k", extras=bytes(8), opaque=1)
     flush = pack_request(Opcode.FLUSH, opaque=2)
     assert told(receive(peer, store)) == [(1, Status.OK)]
     client = node.client()
     client.session.receive(flush, node.now_ns)
-    assert client.state.answers or client.state.flush, "it has begun"
-    assert not client.state.arrival.until_ns
+    assert client.state.answers or client.state.unfinished, "it has begun"
+    assert not client.state.pause.arrival.until_ns
 
 
 def test_strangers_are_refused_at_once(node: Arriving) -> None:
     stranger = node.connect(is_loopback=False)
-    stranger.state.replication = node.port
+    stranger.joins(node.port)
     stranger.state.hello.hashes_keys = False
     assert told(receive(stranger, put(VB, 1))) == [(1, Status.EACCESS)]
 

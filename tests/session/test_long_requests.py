@@ -64,7 +64,14 @@ class Slow:
         """Send a request that is not answered yet."""
         packet = pack_request(opcode, vb_id=5, key=b"doc", value=value, **parts)  # type: ignore[arg-type]
         self.peer.session.receive(packet, self.node.now_ns)
-        assert self.peer.state.long is not None
+        assert self.peer.state.unfinished is not None
+
+    @property
+    def request(self) -> LongRequest:
+        """What is not finished."""
+        request = self.peer.state.unfinished
+        assert isinstance(request, LongRequest)
+        return request
 
     def step(self) -> list[Frame]:
         """Take a step; return the answers."""
@@ -77,7 +84,7 @@ class Slow:
         """Take the other steps; return the answer."""
         for _ in range(1_000):
             if answers := self.step():
-                assert self.peer.state.long is None
+                assert self.peer.state.unfinished is None
                 return answers[0]
         raise AssertionError("it has no end")
 
@@ -243,12 +250,11 @@ def test_one_request_at_a_time_takes_steps(node: MemoryNode) -> None:
     look_up_all(first)
     look_up_all(second)
     assert not second.step()
-    assert second.peer.state.held_until_ns > node.now_ns
-    assert second.peer.state.long is not None
-    assert second.peer.state.long.steps is None, "it has no document yet"
+    assert second.peer.state.pause.until_ns > node.now_ns
+    assert second.request.steps is None, "it has no document yet"
     assert first.finish().status == Status.SUBDOC_MULTI_PATH_FAILURE
     assert not second.step(), "it waits until it may ask again"
-    node.now_ns = second.peer.state.held_until_ns
+    node.now_ns = second.peer.state.pause.until_ns
     assert second.finish().status == Status.SUBDOC_MULTI_PATH_FAILURE
     assert not len(queue)
 
@@ -261,15 +267,13 @@ def test_one_that_does_not_go_on_loses_its_turn(node: MemoryNode) -> None:
     assert not first.step()
     node.now_ns += 10 * SILENT_NS
     assert not second.step(), "the loop may have been busy"
-    assert first.peer.state.long is not None
-    assert first.peer.state.long.steps is not None
-    while first.peer.state.long.steps is not None:
-        node.now_ns = second.peer.state.held_until_ns
-        assert not second.step() or first.peer.state.long.steps is None
-    second.peer.state.held_until_ns = 0
+    assert first.request.steps is not None
+    while first.request.steps is not None:
+        node.now_ns = second.peer.state.pause.until_ns
+        assert not second.step() or first.request.steps is None
+    second.peer.state.pause.until_ns = 0
     assert second.finish().status == Status.SUBDOC_MULTI_PATH_FAILURE
-    assert first.peer.state.long is not None
-    assert first.peer.state.long.steps is None, "it keeps no document"
+    assert first.request.steps is None, "it keeps no document"
     assert first.finish().status == Status.SUBDOC_MULTI_PATH_FAILURE
 
 

@@ -59,7 +59,7 @@ def test_every_command_that_writes_waits(node: MemoryNode, peer: Peer, opcode: i
     node.engine.let_writers_wait()
     request = pack_request(opcode, vb_id=VB, key=b"k")
     assert receive(peer, NOOP + request + NOOP)[0].opcode == Opcode.NOOP
-    assert peer.state.waits_for_room
+    assert peer.state.pause.is_for_room
     assert peer.state.is_full
     assert not node.engine.keyspace.has_pending
 
@@ -73,20 +73,20 @@ def test_reads_are_answered_and_so_is_what_comes_before_a_write(
     assert not peer.state.is_full
     found = receive(peer, GET + SET + GET)
     assert [answer.value for answer in found] == [b"old"]
-    assert peer.state.waits_for_room
+    assert peer.state.pause.is_for_room
     assert resume(peer) == []
     node.engine.refuse_writes("", Hold.STORE_BEHIND)
     stored, found = resume(peer)
     assert (stored.opcode, stored.status) == (Opcode.SET, Status.OK)
     assert found.value == b"new"
-    assert not peer.state.waits_for_room
+    assert not peer.state.pause.is_for_room
 
 
 def test_a_flexible_request_waits_as_well(node: MemoryNode, peer: Peer) -> None:
     node.engine.let_writers_wait()
     flex = bytes([Magic.FLEX_REQUEST]) + SET[1:2] + bytes([0, SET[3]]) + SET[4:]
     assert receive(peer, flex) == []
-    assert peer.state.waits_for_room
+    assert peer.state.pause.is_for_room
 
 
 def test_writes_are_refused_with_reason_once_wait_is_over(node: MemoryNode, peer: Peer) -> None:
@@ -109,7 +109,7 @@ def test_a_full_log_refuses_at_once_even_while_writers_wait(node: MemoryNode, pe
     assert receive(peer, SET)[0].status == Status.ETMPFAIL
     node.engine.refuse_writes("")
     assert receive(peer, SET) == []
-    assert peer.state.waits_for_room
+    assert peer.state.pause.is_for_room
 
 
 def test_an_expired_document_is_gone_without_a_change(node: MemoryNode, peer: Peer) -> None:
@@ -175,12 +175,12 @@ def test_the_text_protocol_waits_in_the_same_way(node: MemoryNode, command: byte
 
     node.engine.let_writers_wait()
     assert receive_text(b"get k\r\n" + command + b"get k\r\n") == b"END\r\n"
-    assert peer.state.waits_for_room
+    assert peer.state.pause.is_for_room
     assert not node.engine.keyspace.has_pending
     node.engine.refuse_writes(WHY, Hold.STORE_BEHIND)
     answers = receive_text(b"version\r\n")
     assert b"VERSION" in answers
-    assert not peer.state.waits_for_room
+    assert not peer.state.pause.is_for_room
     is_a_miss = command.split()[0] in {b"gat", b"gats", b"incr", b"decr", b"delete", b"touch",
                                        b"append", b"cas"}  # fmt: skip
     assert is_a_miss or WHY.encode() in answers

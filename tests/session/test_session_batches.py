@@ -212,7 +212,7 @@ def test_each_change_needs_its_rights() -> None:
 def test_a_node_of_a_cluster_refuses_batches_with_what_to_do() -> None:
     node = MemoryNode()
     peer = connect(node)
-    peer.state.replication = SimpleNamespace(arriving=())  # type: ignore[assignment]
+    peer.joins(SimpleNamespace(arriving=()))  # type: ignore[arg-type]
     answer = send(peer, put(b"a", b"1"))
     assert answer.status == Status.NOT_SUPPORTED
     assert b"put what belongs together into one document" in answer.value

@@ -124,7 +124,7 @@ def test_an_error_context_is_short_whatever_the_client_sent(peer: Peer) -> None:
     answer = peer.ask(Opcode.SELECT_BUCKET, key=b"b" * 60_000)
     assert answer.status == Status.EACCESS
     assert len(answer.value) < 500
-    assert all(len(str(fields)) < 1000 for _, fields in peer.state.notes)
+    assert all(len(str(fields)) < 1000 for _, fields in peer.state.notes.lines)
 
 
 # -- SASL and who may do what --------------------------------------------------------------------

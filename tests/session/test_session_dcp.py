@@ -220,7 +220,7 @@ def test_control_of_absurd_length_is_einval_with_short_log_line(peer: Peer) -> N
         (b"set_priority", b"x" * 1_000_000),
     ):
         assert peer.control(key, value).status == Status.EINVAL
-    assert all(len(str(fields)) < 1000 for _, fields in peer.state.notes)
+    assert all(len(str(fields)) < 1000 for _, fields in peer.state.notes.lines)
 
 
 # -- the order of checks of STREAM_REQ --------------------------------------------
@@ -525,7 +525,7 @@ def test_a_rollback_leaves_no_stream_and_a_reason_in_the_log(node: MemoryNode, p
     write(node, 3)
     rollback_of(peer.stream(VB, 2, uuid=99))
     assert not peer.producer.has_stream(VB)
-    event, fields = peer.state.notes[-1]
+    event, fields = peer.state.notes.lines[-1]
     assert event == "rollback"
     assert fields["vb_id"] == VB
     assert "99" in str(fields["reason"])

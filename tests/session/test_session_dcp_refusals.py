@@ -81,7 +81,7 @@ def test_a_part_that_a_command_does_not_have_is_einval(
     refused = peer.ask(opcode, vb_id=VB, **parts | {part: b"stray"})
     assert refused.status == Status.EINVAL
     assert f"takes no {part}; found 5 bytes".encode() in refused.value
-    assert peer.state.notes, "and the log says it"
+    assert peer.state.notes.lines, "and the log says it"
     answers = peer.send(pack_request(opcode, vb_id=VB, **parts))  # type: ignore[arg-type]
     assert all(answer.status == Status.OK for answer in answers), "without it, it works"
 

@@ -46,7 +46,7 @@ def test_a_fault_answers_its_status_and_says_so(peer):
     assert b"fault 1 is set" in answer.value
     assert peer.set(1, b"key", b"").status == Status.OK, "another command"
     assert fault.met == 1
-    assert ("fault", {"fault": 1, "opcode": 0, "vb_id": 1}) in peer.state.notes
+    assert ("fault", {"fault": 1, "opcode": 0, "vb_id": 1}) in peer.state.notes.lines
 
 
 def test_a_fault_is_gone_after_its_count(peer):
@@ -118,7 +118,7 @@ def test_a_delay_holds_up_the_request_and_all_behind_it(node, peer):
         pack_request(Opcode.NOOP, opaque=3),
     ]
     session.receive(packets[0] + packets[1], START_NS)
-    assert (state.is_full, state.answers, state.held_until_ns) == (True, [], START_NS + 100 * MS)
+    assert (state.is_full, state.answers, state.pause.until_ns) == (True, [], START_NS + 100 * MS)
     session.receive(packets[2], START_NS + 50 * MS)
     session.resume(START_NS + 99 * MS)
     assert (state.is_full, state.answers) == (True, [])

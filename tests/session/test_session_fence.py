@@ -208,7 +208,7 @@ def test_couchbase_consumer_may_ask_for_a_copy_that_has_left(node: MemoryNode, o
     """Its map is behind. java-dcp-client would close its connection, and lose what it holds."""
     plain, ours, part = plain_dcp(node), dcp(node), node.engine.partitions[VB]
     for peer in (plain, ours):
-        peer.state.replication = SimpleNamespace(arriving=())  # type: ignore[assignment]
+        peer.joins(SimpleNamespace(arriving=()))  # type: ignore[arg-type]
     part.state = VbState.DEAD
     assert plain.ask(opcode, vb_id=VB).status == Status.NOT_MY_VBUCKET, "there never was a copy"
     part.leader_epoch = 1

@@ -137,7 +137,7 @@ def test_a_flush_under_way_waits_with_other_writers() -> None:
     for _ in range(3):
         peer.session.resume(node.now_ns)
         assert peer.state.is_full
-        assert peer.state.held_until_ns == node.now_ns + FLUSH_PAUSE_NS
+        assert peer.state.pause.until_ns == node.now_ns + FLUSH_PAUSE_NS
         assert node.engine.partitions[VB].item_count == left
         node.now_ns += FLUSH_PAUSE_NS
     node.engine.refuse_writes("", Hold.STORE_BEHIND)

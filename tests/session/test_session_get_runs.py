@@ -224,7 +224,7 @@ def heard(peer: Peer) -> list[Any]:
     cache = engine.item_cache
     return [
         b"".join(state.answers), len(state.answers), state.unread_bytes, state.is_full,
-        state.wait_group, state.awaited, state.taken_bytes, state.buffer, state.notes,
+        state.wait_group, state.awaited, state.taken_bytes, state.buffer, state.notes.lines,
         engine.gets, cache.hits, cache.misses, cache.held_bytes, part.high_seqno,
         list(part.recent.items()), list(part.older.items()),
     ]  # fmt: skip

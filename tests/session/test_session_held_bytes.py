@@ -70,7 +70,7 @@ def test_commands_whose_answers_are_unread_are_held(peer: Peer) -> None:
 
 
 def test_what_waits_for_a_delay_is_held(peer: Peer) -> None:
-    peer.state.held_until_ns = peer.node.now_ns + 1
+    peer.state.pause.until_ns = peer.node.now_ns + 1
     peer.session.receive(pack_request(Opcode.NOOP), peer.node.now_ns)
     assert peer.state.held_bytes == kept_by(peer.session) == 24
 

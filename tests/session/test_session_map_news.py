@@ -100,6 +100,7 @@ def pushes(news: MapNews) -> list[bytes | None]:
 
 def test_each_newer_map_is_pushed_once(node: MapNode) -> None:
     news = MapNews(node)
+    news.bucket = node.bucket
     news.hello({WHOLE})
     for rev in (1, 2, 5):
         node.rev = rev
@@ -112,6 +113,7 @@ def test_each_newer_map_is_pushed_once(node: MapNode) -> None:
 
 def test_with_0x1e_pushes_and_refusals_count_for_each_other(node: MapNode) -> None:
     news = MapNews(node)
+    news.bucket = node.bucket
     news.hello({WHOLE, DEDUPE})
     assert pushes(news) == [b"map 1", None]
     assert news.with_refusal() == b""
@@ -122,6 +124,7 @@ def test_with_0x1e_pushes_and_refusals_count_for_each_other(node: MapNode) -> No
 
 def test_a_brief_push_has_no_map_so_the_next_refusal_has_it(node: MapNode) -> None:
     news = MapNews(node)
+    news.bucket = node.bucket
     news.hello({BRIEF, DEDUPE})
     push = news.push()
     assert push is not None
@@ -134,5 +137,6 @@ def test_a_brief_push_has_no_map_so_the_next_refusal_has_it(node: MapNode) -> No
 
 def test_nothing_is_pushed_to_a_client_that_did_not_ask(node: MapNode) -> None:
     news = MapNews(node)
+    news.bucket = node.bucket
     news.hello({DEDUPE})
     assert pushes(news) == [None, None]

@@ -98,7 +98,7 @@ def test_roles_open_their_commands_and_no_others(peer, rights, allowed, denied):
         assert ask(peer, opcode).status != Status.EACCESS, opcode.name
     for opcode in denied:
         assert "it takes the role" in context(ask(peer, opcode)), opcode.name
-    assert {note[0] for note in peer.state.notes} >= ({"denied"} if denied else set())
+    assert {note[0] for note in peer.state.notes.lines} >= ({"denied"} if denied else set())
 
 
 def test_full_rights_have_every_role_but_that_of_nodes():
@@ -123,7 +123,7 @@ def test_a_refusal_says_who_what_and_who_can_change_it(peer):
         "user 'ada' may not SET: it takes the role write; "
         "an admin grants it: dcpctl user grant ada write"
     )
-    assert peer.state.notes[-1] == (
+    assert peer.state.notes.lines[-1] == (
         "denied",
         {
             "command": "SET",

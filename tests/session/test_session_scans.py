@@ -188,7 +188,7 @@ def test_one_request_does_a_bounded_amount_of_work(peer: Peer, node: MemoryNode)
 
 def test_a_scan_of_nothing_is_not_made(peer: Peer, node: MemoryNode) -> None:
     assert create(peer, *ALL).status == Status.KEY_ENOENT
-    assert not peer.state.notes, "an empty range is no refusal"
+    assert not peer.state.notes.lines, "an empty range is no refusal"
     put(peer, b"k")
     assert create(peer, b"a", b"c").status == Status.KEY_ENOENT
     peer.ask(Opcode.DELETE, vb_id=VB, key=b"\0k")

@@ -200,7 +200,7 @@ def heard(peer: Peer) -> list[Any]:
     """What a session has left for the shell, answers included."""
     state = peer.state
     found: list[Any] = [
-        list(state.answers), state.wait_group, state.first_change, state.awaited, state.notes,
+        list(state.answers), state.wait_group, state.first_change, state.awaited, state.notes.lines,
         state.is_full, state.taken_bytes, state.buffer, state.close_reason,
     ]  # fmt: skip
     for mark in state.marks or ():  # a run has one mark, requests of their own have one each

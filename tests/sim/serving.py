@@ -73,10 +73,15 @@ class ServedConnection:
         self.name = side.name
         side.handler = self
         self.state = SessionState(
-            SessionParts.of(node.engine, node.hub, node.facts, LIMITS, scans=node.scans),
+            SessionParts.of(
+                node.engine,
+                node.hub,
+                node.facts,
+                LIMITS,
+                scans=node.scans,
+                replication=node.replication,
+            ),
             ClientLogin(node.authenticator, peer_is_loopback=True),
-            replication=node.replication,
-            has_replicas=node.replication is not None,
         )
         if node.replication is not None:  # a link of a replica's node may come in, without a login
             self.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
@@ -118,7 +123,7 @@ class ServedConnection:
 
     def go_on(self) -> None:
         """Resume if the next request waited for a partition."""
-        if self.state.arrival.until_ns:
+        if self.state.pause.arrival.until_ns:
             self._resume()
 
     def tick(self) -> None:
@@ -155,7 +160,7 @@ class ServedConnection:
                 self.side.write(data)
         elif state.wait_group:
             self.held.carry(state, now_ns)
-        for event, fields in state.notes:
+        for event, fields in state.notes.lines:
             if event == "damaged data":
                 vb_id = fields["vb_id"]
                 self._node.met(vb_id if isinstance(vb_id, int) else None)
@@ -169,15 +174,15 @@ class ServedConnection:
             if state.feed is not None:
                 self._node.refuses(state.close_reason)
             self._close_if_done()
-        elif state.arrival.until_ns:
-            wait_ns = max(0, state.arrival.until_ns - self._node.clock.wall_ns())
+        elif state.pause.arrival.until_ns:
+            wait_ns = max(0, state.pause.arrival.until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self.go_on)
         elif state.is_full and not self.held.batches:
-            wait_ns = max(0, state.held_until_ns - self._node.clock.wall_ns())
+            wait_ns = max(0, state.pause.until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self._resume)
 
     def _resume(self) -> None:
-        may_go_on = not self.held.batches or self.state.arrival.until_ns
+        may_go_on = not self.held.batches or self.state.pause.arrival.until_ns
         if self.state.is_full and may_go_on and self.side.is_open and self.side.can_write:
             self._node.before_commands()
             self.session.resume(self._node.clock.wall_ns())

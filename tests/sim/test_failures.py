@@ -432,7 +432,7 @@ def test_writes_that_reach_a_new_master_too_early_wait_there() -> None:
         cluster.want(0, new)
         while cluster.master() != new:
             connections = tuple(cluster.node(new).connections)
-            waits += any(connection.state.arrival.until_ns for connection in connections)
+            waits += any(connection.state.pause.arrival.until_ns for connection in connections)
             cluster.run_for(0.0001)
         cluster.run_for(0.05)
     assert waits

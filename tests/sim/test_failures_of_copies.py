@@ -104,7 +104,8 @@ def test_with_acknowledge_master_a_lost_answer_is_in_a_file() -> None:
     node, machine = cluster.node(master), cluster.machine(master)
 
     def accept(side: Side) -> None:
-        ServedConnection(node, side).state.acknowledges_as_master = True
+        state = ServedConnection(node, side).state
+        state.shared = state.shared._replace(acknowledges_as_master=True)
 
     cluster.network.listeners[master] = accept
     cluster.break_links(cluster.clients[0].name, master)

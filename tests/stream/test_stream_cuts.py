@@ -139,7 +139,7 @@ def test_control_takes_only_true_where_answers_can_wait(node: MemoryNode) -> Non
     peer.open()
     assert peer.control(b"x_closed_times", b"false").status == Status.EINVAL
     why = "acknowledge is master"
-    peer.state.replication = SimpleNamespace(arriving=(), why_no_cuts=why)  # type: ignore[assignment]
+    peer.joins(SimpleNamespace(arriving=(), why_no_cuts=why))  # type: ignore[arg-type]
     assert peer.control(b"x_closed_times", b"true").status == Status.NOT_SUPPORTED
     assert not node.hub.cutting
 

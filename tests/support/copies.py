@@ -92,7 +92,7 @@ class CopyNode(MemoryNode):
     def accept(self) -> Peer:
         """Return a connection of another node."""
         peer = self.connect()
-        peer.state.replication = self.core.master
+        peer.joins(self.core.master)
         peer.state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         return peer
 

@@ -142,7 +142,7 @@ class Wire:
     def __init__(self, node: CoreNode, link: ReplicaLink, master: CoreNode) -> None:
         self.node, self.link, self.master = node, link, master
         self.peer: Peer = master.connect()
-        self.peer.state.replication = master.core.master
+        self.peer.joins(master.core.master)
         self.peer.state.login.rights = Rights(dict.fromkeys(Role, (EVERYTHING,)))
         self.is_open = self.is_up = self.is_down = True
         """Whether it is open, and whether bytes go to the master and to the replica."""

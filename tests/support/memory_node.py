@@ -24,6 +24,7 @@ from dcp.core.store_schedule import MergeCycle
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits
+from dcp.session.replication_port import ReplicationPort
 from dcp.session.session import Session
 from dcp.session.state import ClientLogin, SessionParts, SessionState
 from dcp.stream.hub import StreamHub
@@ -330,6 +331,10 @@ class Peer:
         )
         self.session = Session(self.state)
         self.decoder = FrameDecoder()
+
+    def joins(self, replication: ReplicationPort) -> None:
+        """Let its node be one of a cluster from now on. Its answers get no marks by that."""
+        self.state.shared = self.state.shared._replace(replication=replication)
 
     def send(self, data: bytes) -> list[Frame]:
         """Send bytes; return the answers, whether or not they may be sent yet."""

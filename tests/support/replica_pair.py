@@ -211,11 +211,14 @@ class ReplicaPair:
         self._link = replica.core.replica.links[MASTER]
         self._state = SessionState(
             SessionParts.of(
-                node.engine, node.hub, node, node.connect().state.shared.limits, scans=node.scans
+                node.engine,
+                node.hub,
+                node,
+                node.connect().state.shared.limits,
+                scans=node.scans,
+                replication=self.master.core.master,
             ),
             ClientLogin(OpenDoor(), peer_is_loopback=True),
-            replication=self.master.core.master,
-            has_replicas=True,
         )
         self._state.login.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         self._session = Session(self._state)

@@ -69,7 +69,9 @@ class ReplicatedConnection:
         self.node = node
         self.peer: Peer = node.connect(limits=limits)
         self.peer.state.marks = []
-        self.peer.state.acknowledges_as_master = acknowledges_as_master
+        self.peer.state.shared = self.peer.state.shared._replace(
+            acknowledges_as_master=acknowledges_as_master
+        )
         self.session: Session | TextSession = self.peer.session
         self.held = HeldAnswers(
             node.engine, commit_timeout_ns=commit_timeout_ns,

@@ -284,7 +284,7 @@ def test_while_a_load_waits_nothing_else_changes_the_partition() -> None:
     other = RestoringPeer(node)
     for vb_id in (VB, 5):
         assert other.put(vb_id, many(3, b"\0y", vb_id=vb_id)) == []
-        assert other.peer.state.waits_for_room
+        assert other.peer.state.pause.is_for_room
     assert Hold.LOADING not in engine.partitions[5].holds
     node.end_load(node.load_into_store(requests))
     assert engine.partitions[VB].high_seqno == 10
@@ -315,7 +315,7 @@ def test_sessions_wait_while_too_much_is_kept() -> None:
     for at in range(140):
         peer.put(VB, [*many(1, b"\0%d" % at), *frames])
     assert node.engine.loads.is_full
-    assert peer.peer.state.waits_for_room
+    assert peer.peer.state.pause.is_for_room
     node.load()
     assert not node.engine.loads.is_full
 

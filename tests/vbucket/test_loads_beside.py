@@ -27,15 +27,15 @@ def test_flush_waits_for_loads_and_ends_despite_more_packets() -> None:
         node.now_ns += FLUSH_PAUSE_NS
         flusher.session.resume(node.now_ns)
         restoring.put(VB, many(10, b"\0y"))
-        assert flusher.state.flush is not None
+        assert flusher.state.unfinished is not None
         assert not flusher.state.answers, "it is neither done nor refused"
-    assert flusher.state.held_until_ns == node.now_ns + FLUSH_PAUSE_NS, "it does not spin"
+    assert flusher.state.pause.until_ns == node.now_ns + FLUSH_PAUSE_NS, "it does not spin"
     assert node.engine.partitions[6].item_count == 0, "other partitions do not wait for a load"
     node.load()
     restoring.peer.session.resume(node.now_ns)
     node.now_ns += FLUSH_PAUSE_NS
     flusher.session.resume(node.now_ns)
-    while flusher.state.flush is not None:
+    while flusher.state.unfinished is not None:
         flusher.session.resume(node.now_ns)
     assert [answer.status for answer in FrameDecoder().feed(b"".join(flusher.state.answers))] == [
         Status.OK

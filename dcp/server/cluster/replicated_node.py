@@ -212,17 +212,17 @@ class ReplicatedNode(NodeTurns):
         session.reader.must_have_cluster = seen.records.has_cluster
         return seen
 
-    # -- ReplicationHooks --------------------------------------------------------------------------
-
     @property
     def acknowledges_as_master(self) -> bool:
-        """See ReplicationHooks."""
+        """Whether a write is answered when this node's disk has it (setting acknowledge)."""
         return self._choices.acknowledges_as_master
 
     @property
     def port(self) -> ReplicationPort:
-        """See ReplicationHooks."""
+        """Where the nodes of replicas come in."""
         return self.core.master
+
+    # -- ReplicationHooks --------------------------------------------------------------------------
 
     def held(self) -> HeldAnswers:
         """See ReplicationHooks."""

@@ -304,13 +304,13 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def writers_may_go_on(self) -> None:
         """Resume writers: there is room, or writes are refused."""
-        if self.session.state.waits_for_room:
+        if self.session.state.pause.is_for_room:
             self._resume_session()
 
     @_supervised
     def go_on(self) -> None:
         """Resume if the next request waited for a partition: it may have arrived."""
-        if self.session.state.arrival.until_ns:
+        if self.session.state.pause.arrival.until_ns:
             self._resume_session()
 
     def rights_changed(self, *, may_stream: bool) -> None:
@@ -360,10 +360,10 @@ class ClientConnection(asyncio.Protocol):
     def _was_acknowledgement(self) -> bool:
         """Whether all that was received is acknowledgements of a replica, which have no answer."""
         state = self.session.state
-        if state.feed is None or state.is_closing or state.is_full:
+        if state.feed is None or state.close_reason or state.is_full:
             return False
         held = state.held_bytes or self._has_held
-        return not (held or state.answers or state.notes or state.wait_group)
+        return not (held or state.answers or state.notes.lines or state.wait_group)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -392,11 +392,9 @@ class ClientConnection(asyncio.Protocol):
                 self._connections.waiting.add(self)
         elif state.wait_group and self._held.carry(state, self.heard_ns):
             self._connections.waiting.add(self)
-        if state.notes:
+        if state.notes.lines:
             peer = self.logins.peer
-            self._parts.sessions.note(peer.address, peer.host, state.notes, state.notes_left_out)
-            state.notes.clear()
-            state.notes_left_out = 0
+            self._parts.sessions.note(peer.address, peer.host, state.notes)
         self._update_reading()
         if state.held_bytes or self._has_held:
             self._note_received()
@@ -407,8 +405,8 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
         if self._engine.keyspace.pending:
             # `release` may run within this call, so nothing may follow it here.
-            self._committer.kick(None if state.is_full or state.is_closing else self)
-        if state.is_closing and not state.has_steps:
+            self._committer.kick(None if state.is_full or state.close_reason else self)
+        if state.close_reason and not state.has_steps:
             self._close_if_done()
         elif state.is_full:
             self._go_on_soon()
@@ -437,14 +435,14 @@ class ClientConnection(asyncio.Protocol):
         commit, a peer that reads, the check of a password, or the end of the wait for room.
         """
         state = self.session.state
-        if state.arrival.until_ns:
-            wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
+        if state.pause.arrival.until_ns:
+            wait_s = (state.pause.arrival.until_ns - time.time_ns()) / 1e9
             self._connections.awaiting_arrival.add(self, wait_s)
             return
         is_asked = state.login.request is not None
-        if self._held.batches or self._is_write_paused or is_asked or state.waits_for_room:
+        if self._held.batches or self._is_write_paused or is_asked or state.pause.is_for_room:
             return
-        wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
+        wait_ns = state.pause.until_ns - time.time_ns() if state.pause.until_ns else 0
         if wait_ns > 0:
             self._loop.call_later(wait_ns / 1e9, self._resume_session)
         else:
@@ -489,7 +487,7 @@ class ClientConnection(asyncio.Protocol):
         may_go_on = not (self._is_write_paused or self._transport.is_closing())
         if self._held.batches:  # a wait that is over need not add the wait for older answers
             has_room = self._held.held_bytes <= HELD_BYTES_MAX
-            may_go_on = may_go_on and has_room and state.arrival.until_ns > 0
+            may_go_on = may_go_on and has_room and state.pause.arrival.until_ns > 0
         if state.is_full and may_go_on and not self._must_wait:
             if self._replication is not None:
                 self._replication.before_commands(elapsed_ns())
@@ -505,7 +503,7 @@ class ClientConnection(asyncio.Protocol):
         """Whether the session's next command writes, and writers still wait."""
         engine = self._engine
         store_is_behind = engine.writers_wait and not engine.write_refusal
-        return self.session.state.waits_for_room and (store_is_behind or engine.loads.is_full)
+        return self.session.state.pause.is_for_room and (store_is_behind or engine.loads.is_full)
 
     def _update_reading(self) -> None:
         pause = (
@@ -556,7 +554,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
-        if not state.is_closing:
+        if not state.close_reason:
             return
         is_busy = state.answers or state.has_steps or state.login.request is not None
         is_sending = self._outgoing is not None and self._outgoing.pieces

@@ -18,8 +18,7 @@ from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.answers.held_answers import HeldAnswers
-from dcp.session.replication_port import ReplicationPort
-from dcp.session.state import ClientLogin, SessionParts, SessionState
+from dcp.session.state import ClientLogin, Notes, SessionParts, SessionState
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.log.commit_group import CommitGroup
@@ -30,14 +29,6 @@ class ReplicationHooks(Protocol):
 
     `dcp.server.cluster.replicated_node` implements it.
     """
-
-    @property
-    def acknowledges_as_master(self) -> bool:
-        """Whether a write is answered when this node's disk has it (setting acknowledge)."""
-
-    @property
-    def port(self) -> ReplicationPort:
-        """Where the nodes of replicas come in."""
 
     def held(self) -> HeldAnswers:
         """Return what holds the answers of a new connection."""
@@ -60,8 +51,6 @@ class ReplicationHooks(Protocol):
 
 CONSOLE: Final = "web console"
 """Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""
-Notes = list[tuple[str, dict[str, object]]]
-"""(event, fields), as in SessionState.notes."""
 
 
 _NAMES_OF: Final[dict[str, dict[object, str]]] = {
@@ -85,10 +74,7 @@ class Sessions:
         log: EventLog,
         refusals: RefusalLog,
         tasks: Tasks,
-        *,
-        replication: ReplicationHooks | None = None,
     ) -> None:
-        """`replication` None: the node is alone."""
         self._shared = shared
         self._access = access
         self._scrubbing = scrubbing
@@ -96,23 +82,15 @@ class Sessions:
         self._log = log
         self._refusals = refusals
         self._tasks = tasks
-        self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
-        replication = self._replication
         login = ClientLogin(
             logins,
             peer_is_loopback=is_loopback(peer_host),
             takes_anonymous=self._access.takes_anonymous,
         )
-        return SessionState(
-            self._shared,
-            login,
-            replication=None if replication is None else replication.port,
-            has_replicas=replication is not None,
-            acknowledges_as_master=replication is not None and replication.acknowledges_as_master,
-        )
+        return SessionState(self._shared, login)
 
     def new_console_state(self) -> SessionState:
         """Return the state of a session for a change that the web console makes. The admin port
@@ -120,21 +98,22 @@ class Sessions:
         """
         logins = self._access.logins_of(CONSOLE, CONSOLE, is_tls=False)
         state = self.new_state(CONSOLE, logins)
-        state.replication = None  # it waits for no partition: nobody would resume it
+        # It waits for no partition: nobody would resume it.
+        state.shared = state.shared._replace(replication=None)
         return state
 
     def note_console(self, state: SessionState) -> None:
         """Log and count what such a session noted."""
-        self.note(CONSOLE, CONSOLE, state.notes, state.notes_left_out)
+        self.note(CONSOLE, CONSOLE, state.notes)
 
     def leave(self, state: SessionState) -> None:
         """End the range scans of a session whose connection is gone."""
         assert self._shared.scans is not None, "a server has them"
         self._shared.scans.leave(state)
 
-    def note(self, peer: str, peer_host: str, notes: Notes, left_out: int) -> None:
+    def note(self, peer: str, peer_host: str, notes: Notes) -> None:
         """Log and count what a session noted, and how many notes it had to leave out."""
-        for event, fields in notes:
+        for event, fields in notes.lines:
             self._meter.noted(event, fields)
             if event == "denied":
                 self._access.denied(peer, fields)
@@ -147,7 +126,7 @@ class Sessions:
                 self._log.debug(event, peer=peer, **fields)
             else:
                 self._refusals.write(event, peer_host, peer=peer, **fields)
-        self._meter.suppressed_log_lines += left_out
+        self._meter.suppressed_log_lines += notes.left_out
 
     def backfill_failed(self, peer: str, vb_id: int, damage: str) -> None:
         """Log that a stream met damaged data and ended."""

@@ -601,7 +601,7 @@ class Documents:
             pack_request(Opcode.HELLO, key=b"web console", value=features) + packet, time.time_ns()
         )
         give_up_s = time.monotonic() + ROOM_LIMIT_S
-        while state.waits_for_room:  # as long as write_wait allows; then the session refuses
+        while state.pause.is_for_room:  # as long as write_wait allows; then the session refuses
             if time.monotonic() > give_up_s:
                 raise DocumentRefusedError(Status.ETMPFAIL, "the store has fallen behind")
             await self._merging.wait(ROOM_WAIT_S)

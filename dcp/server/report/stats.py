@@ -279,9 +279,9 @@ def _stream_rows(name: str, producer: Producer, stream: ActiveStream, part: Part
         prefix += f":sid_{stream.stream_id}"
     sent_seqno = stream.next_seqno - 1
     return [
-        (f"{prefix}_flags", str(stream.flags)),
+        (f"{prefix}_flags", str(stream.request.flags)),
         (f"{prefix}_opaque", str(stream.opaque)),
-        (f"{prefix}_start_seqno", str(stream.start_seqno)),
+        (f"{prefix}_start_seqno", str(stream.request.start_seqno)),
         (f"{prefix}_end_seqno", str(stream.end_seqno)),
         (f"{prefix}_vb_uuid", str(stream.vb_uuid)),
         (f"{prefix}_snap_end_seqno", str(stream.snap_end_seqno or sent_seqno)),

@@ -41,7 +41,7 @@ def begin_steps(
         durability=state.current.durability,
     )  # fmt: skip
     state.shared.long_queue.enter(request, state.engine.now_ns)
-    state.long = request
+    state.unfinished = request
     state.is_full = True
 
 
@@ -49,11 +49,11 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
     """Take the next step of the long request under way, if it is its turn. Return the request if it
     is done; None: the session is full until the next step.
     """
-    request = state.long
-    assert request is not None, "asked before"
+    request = state.unfinished
+    assert isinstance(request, LongRequest), "asked before"
     wait_ns = state.shared.long_queue.wait_ns(request, now_ns)
     if wait_ns:
-        state.held_until_ns = now_ns + wait_ns
+        state.pause.until_ns = now_ns + wait_ns
         state.is_full = True
         return None
     first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
@@ -76,9 +76,9 @@ def go_on(state: SessionState, now_ns: int, check_guard: CheckGuard) -> LongRequ
 
 def end_long(state: SessionState) -> None:
     """Forget the long request under way, if there is one."""
-    if state.long is not None:
-        state.shared.long_queue.leave(state.long)
-        state.long = None
+    if isinstance(state.unfinished, LongRequest):
+        state.shared.long_queue.leave(state.unfinished)
+        state.unfinished = None
 
 
 def _check_still_may(state: SessionState, request: LongRequest, check_guard: CheckGuard) -> None:

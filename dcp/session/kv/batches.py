@@ -47,7 +47,7 @@ class BatchCommand:
     def apply(self, request: Frame) -> None:
         """Make all changes of a request, or none."""
         state, engine = self._state, self._state.engine
-        if state.replication is not None:
+        if state.shared.replication is not None:
             raise RefusedError(
                 Status.NOT_SUPPORTED,
                 "atomic batches are for a node alone: in a cluster each partition commits by"

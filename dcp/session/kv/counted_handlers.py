@@ -47,7 +47,7 @@ class CountedHandlers:
             wire_key = state.buffer[key_at : min(key_at + key_len, end)]
             answered = len(state.answers)
             run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
-            if state.long is None:
+            if state.unfinished is None:
                 self.count(opcode, wire_key, answered)
 
         return counting

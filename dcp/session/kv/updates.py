@@ -51,7 +51,7 @@ class UpdateCommands:
         self._state = state
         self._documents = documents
         self.flush_request: Frame | None = None
-        """The last FLUSH or FLUSHQ; it counts while `state.flush` is set."""
+        """The last FLUSH or FLUSHQ; it counts while it is unfinished."""
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler."""
@@ -176,7 +176,7 @@ class UpdateCommands:
             )
         if why := self._state.engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, why)
-        self._state.flush = Flush(self._state.engine)
+        self._state.unfinished = Flush(self._state.engine)
         self.flush_request = request
         self.continue_flush(0)
 

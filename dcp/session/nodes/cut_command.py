@@ -75,10 +75,10 @@ class CutCommand:
         refuse_stray(request, "value")
         if len(request.extras) != _ASK.size or not request.key or request.extras[0] not in {*What}:
             raise RefusedError(Status.EINVAL, "it takes u8 what, u64 round, time and clock, a key")
-        if state.replication is None:
+        if state.shared.replication is None:
             raise RefusedError(Status.NOT_SUPPORTED, "X_CUT is for nodes of a cluster")
         what, round_, time, clock_ns = _ASK.unpack(request.extras)
-        own_ns, why, port = engine.locks.now_ns, "", state.replication
+        own_ns, why, port = engine.locks.now_ns, "", state.shared.replication
         if what == What.DRAW:
             ask = Ask(request.key.decode("utf-8", "replace"), round_, time, clock_ns)
             why = port.draw_cut(ask, own_ns)

@@ -46,7 +46,7 @@ def serve(cluster: CoreCluster) -> None:
 
 def client(node: CoreNode) -> Peer:
     peer = node.connect()
-    peer.state.replication = node.core.master
+    peer.joins(node.core.master)
     peer.hello(Feature.XERROR, Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
     return peer
 

@@ -76,7 +76,8 @@ def test_replicas_need_their_role_and_no_other_contains_it(peer: Peer, rights: R
     assert refused.status == Status.EACCESS
     assert "dcpctl user grant ada replicate" in why(refused)
     assert peer.state.feed is None
-    [(event, fields)] = [note for note in peer.state.notes if note[0] in {"denied", "refused"}]
+    lines = peer.state.notes.lines
+    [(event, fields)] = [line for line in lines if line[0] in {"denied", "refused"}]
     assert (event, fields["user"], fields["role"]) == ("denied", "ada", "replicate")
 
 
@@ -121,7 +122,7 @@ def test_stranger_is_refused_with_words_and_connection_closes(
     assert text in peer.state.close_reason
     assert peer.state.feed is None
     # The connection passes notes and reasons to the log of refusals, whose rate is bounded.
-    assert [event for event, _ in peer.state.notes] == ["refused"]
+    assert [event for event, _ in peer.state.notes.lines] == ["refused"]
 
 
 @pytest.mark.parametrize(
