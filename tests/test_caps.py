@@ -26,6 +26,8 @@ LINES_ROOM: Final = 1_000
 
 SETTINGS_TABLES: Final = frozenset({"ServerSettings"})
 """Classes whose attributes are a table of settings: one for each option."""
+LOOP_TABLES: Final = frozenset({"Partition"})
+"""Classes whose slots the loops in C read, most of them for each operation."""
 
 
 class Cap(NamedTuple):
@@ -100,13 +102,15 @@ FEATURES: Final[dict[str, Feature]] = {
     "consumers take live changes by a short way, blocks of copies filled anew": Feature(0, 100),
     "who reads from copies goes on at another one where one is damaged": Feature(0, 132),
     "a replica keeps what it has where deletions are purged": Feature(1, 510),
+    "a checksum of a block that became wrong is written again": Feature(0, 40),
     "connections without streams have fewer turns": Feature(0, 40),
     "locks that nobody was told of are taken back, their CAS is no document's": Feature(0, 38),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 
 CAPS: Final = {
-    "attributes of a class": Cap(34, 25),
+    "attributes of a class": Cap(25, 25),
+    "slots of a class that loops read": Cap(34, 25),
     "arguments of a constructor": Cap(10, 10),
     "callbacks passed to constructors": Cap(40, 40),
     "Protocol classes": Cap(25, 25),
@@ -114,7 +118,7 @@ CAPS: Final = {
     "long names of tests": Cap(0, 0),
     "files": Cap(469 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(15, 15),
-    "lines": Cap(102_805 + sum(each.lines for each in FEATURES.values()), 87_000),
+    "lines": Cap(103_427 + sum(each.lines for each in FEATURES.values()), 87_000),
 }
 
 
@@ -182,7 +186,12 @@ def measured() -> dict[str, Measured]:
     wide = [
         Measured(len(attributes(node)), name)
         for name, node in classes()
-        if node.name not in SETTINGS_TABLES
+        if node.name not in SETTINGS_TABLES | LOOP_TABLES
+    ]
+    slots = [
+        Measured(len(attributes(node)), name)
+        for name, node in classes()
+        if node.name in LOOP_TABLES
     ]
     long = [Measured(len(constructor_arguments(node)), name) for name, node in classes()]
     callbacks = [
@@ -202,6 +211,7 @@ def measured() -> dict[str, Measured]:
     ]
     return {
         "attributes of a class": max(wide),
+        "slots of a class that loops read": max(slots),
         "arguments of a constructor": max(long),
         "callbacks passed to constructors": Measured(len(callbacks), ", ".join(callbacks)),
         "Protocol classes": Measured(len(protocols), ", ".join(protocols)),

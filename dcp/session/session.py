@@ -292,10 +292,9 @@ class Session:
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""
         state = self.state
-        end = len(buffer)
         state.taken_bytes += position
         self._note_held(buffer, position)
-        if position < end < position + HEADER_BYTES and not state.close_reason:
+        if position < len(buffer) < position + HEADER_BYTES and not state.close_reason:
             # A client of another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
             if problem:
@@ -303,16 +302,15 @@ class Session:
         if missing_bytes > GATHERED_BYTES_MIN:
             self._gathered += memoryview(buffer)[position:]
             self._missing_bytes = missing_bytes
-            position = end
+            position = len(buffer)
         state.buffer = buffer[position:] if position else buffer
 
     def _note_held(self, buffer: bytes, position: int) -> None:
         """Note how many received bytes are kept; the buffer is handled up to `position`."""
         state = self.state
         state.held_bytes = len(buffer) - position
-        request = state.unfinished
-        if request is not None and isinstance(request, LongRequest):
-            state.held_bytes += request.held_bytes
+        if isinstance(state.unfinished, LongRequest):
+            state.held_bytes += state.unfinished.held_bytes
 
     def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
         """Handle a packet that the loop does not pass to a handler directly. Return where the next

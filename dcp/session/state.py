@@ -229,11 +229,6 @@ class Notes:
         else:
             self.left_out += 1
 
-    def clear(self) -> None:
-        """Forget the lines: they are written."""
-        self.lines.clear()
-        self.left_out = 0
-
 
 class SessionState:
     """One connection's state. Plain attributes, read on the hot path."""
@@ -487,7 +482,7 @@ class SessionState:
         """Return the packet that tells the client the newest map, which counts as told then; b"":
         it has not asked for that, knows it, or has no bucket.
         """
-        news = self.map_news.push()
+        news = None if self.map_news.bucket is None else self.map_news.push()
         if news is None:
             return b""
         return pack_request(

@@ -22,7 +22,6 @@ from vbucket.store.store import Accepts
 
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
-_TO_LATEST: Final = int(StreamFlag.TO_LATEST | StreamFlag.DISK_ONLY)
 _IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
 
 
@@ -145,11 +144,6 @@ class ActiveStream:
     def is_active_only(self) -> bool:
         """Whether it ends when the partition is not active here any more."""
         return bool(self.request.flags & _ACTIVE_ONLY)
-
-    @property
-    def ends_at_latest(self) -> bool:
-        """Whether its end is that of a snapshot already: what was the latest at its request."""
-        return bool(self.request.flags & _TO_LATEST)
 
     @property
     def ignores_purges(self) -> bool:

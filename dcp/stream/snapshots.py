@@ -23,6 +23,7 @@ from dcp.wire.message import (
     U64,
     MarkerFlag,
     SnapshotMarker,
+    StreamFlag,
     pack_marker,
     pack_marker_v2_0,
     pack_marker_v2_2,
@@ -46,6 +47,8 @@ _MEMORY: Final = int(MarkerFlag.MEMORY)
 _DISK: Final = int(MarkerFlag.DISK)
 _ACK: Final = int(MarkerFlag.ACK)
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
+_TO_LATEST: Final = int(StreamFlag.TO_LATEST | StreamFlag.DISK_ONLY)
+"""Its end is that of a snapshot already: what was the latest at its request."""
 _HISTORY: Final = int(MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
 
 _HAS_SNAPSHOT_ENDS: Final = 0x100
@@ -240,7 +243,7 @@ class SnapshotWriter:
         as of the floor.
         """
         limit, floor = part.committed_seqno, part.history_floor
-        if self._terms.has_exact_ends or stream.ends_at_latest:
+        if self._terms.has_exact_ends or stream.request.flags & _TO_LATEST:
             limit = min(limit, stream.end_seqno)
         if self.cut is not None:
             limit = min(limit, self.cut.seqnos[stream.vb_id])

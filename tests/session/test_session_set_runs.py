@@ -250,7 +250,7 @@ class Pair:
         peer.session.receive(data, peer.node.now_ns)
         left = heard(peer)
         peer.state.answers.clear()
-        peer.state.notes.clear()
+        peer.state.notes.lines.clear()
         if peer.state.marks is not None:
             peer.state.marks = []
         return left

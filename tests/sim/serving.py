@@ -164,7 +164,7 @@ class ServedConnection:
             if event == "damaged data":
                 vb_id = fields["vb_id"]
                 self._node.met(vb_id if isinstance(vb_id, int) else None)
-        state.notes.clear()
+        state.notes.lines.clear()
         self._node.after_commands()
         if state.sender is not None:
             self.schedule_pump()

@@ -168,14 +168,14 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
         position += size
         answers = b"".join(state.answers)
         state.answers.clear()
-        state.notes.clear()
+        state.notes.lines.clear()
         assert len(answers) <= 2 * ANSWER_BYTES_MAX + state.shared.limits.value_bytes_max
         if not is_text:
             decoder.feed(answers)
         while state.is_full:
             session.resume(peer.node.now_ns)
             state.answers.clear()
-            state.notes.clear()
+            state.notes.lines.clear()
         kept = session._buffer if isinstance(session, TextSession) else state.buffer
         assert len(kept) <= state.shared.limits.value_bytes_max + BODY_EXTRA_BYTES + 24 + size
     if state.is_closing:

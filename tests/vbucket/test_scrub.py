@@ -392,7 +392,7 @@ def test_a_block_that_cannot_be_read_comes_from_elsewhere(
     assert pairs_in(copy, BY_SEQNO_TABLE) == before
 
 
-def test_a_wrong_checksum_is_written_again_where_another_copy_agrees(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_written_again_where_a_copy_agrees(tmp_path: Path) -> None:
     """Of a block. An older block under the same key is sound in itself, and stays damaged."""
     copy = made(tmp_path / "store", (300,), 4000)
     before = pairs_in(copy, BY_SEQNO_TABLE)

@@ -112,7 +112,9 @@ class Sessions:
         self._shared.scans.leave(state)
 
     def note(self, peer: str, peer_host: str, notes: Notes) -> None:
-        """Log and count what a session noted, and how many notes it had to leave out."""
+        """Log and count what a session noted, and how many notes it had to leave out; they are
+        gone then.
+        """
         for event, fields in notes.lines:
             self._meter.noted(event, fields)
             if event == "denied":
@@ -127,6 +129,8 @@ class Sessions:
             else:
                 self._refusals.write(event, peer_host, peer=peer, **fields)
         self._meter.suppressed_log_lines += notes.left_out
+        notes.lines.clear()
+        notes.left_out = 0
 
     def backfill_failed(self, peer: str, vb_id: int, damage: str) -> None:
         """Log that a stream met damaged data and ended."""
