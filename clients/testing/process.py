@@ -7,6 +7,7 @@ then. A refused call raises ServerRefusedError with the server's message.
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -24,16 +25,25 @@ from urllib.parse import urlencode
 from clients.address import parse_address
 from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
+from dcp.server.net.fixed_port import free_port
 
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 120.0
 """More than a node of a cluster takes at most to hand its partitions over before it stops."""
 REQUEST_TIMEOUT_S: Final = 20.0
+PORT_DRAWS: Final = 3
+"""A port that is free when it is drawn may be taken when the server begins to listen."""
+_TAKEN: Final = "is in use"
 _KEY_VALUE: Final = re.compile(r"key-value\s+127\.0\.0\.1:(\d+)")
 _ADMIN: Final = re.compile(r"admin\s+http://127\.0\.0\.1:(\d+)")
 _LAST_LINE: Final = "  try "
 """Beginning of the last line that a starting server prints: a command to try."""
 _GUEST: Final = "Basic " + b64encode(b"guest:guest").decode()
+
+
+def _kept_port(port: int) -> str:
+    """Return the port that a server has, or one for its first start."""
+    return str(port or free_port("127.0.0.1", random.SystemRandom()) or 0)
 
 
 class ServerStartError(DcpdError):
@@ -65,7 +75,8 @@ class DcpServer:
         self.output = ""
         """The server's output at start."""
         self.port = 0
-        """The port for key-value and DCP. A restart keeps it."""
+        """The port for key-value and DCP. A restart keeps it. It is drawn below the range from
+        which the kernel takes ports of outgoing connections, so none has it meanwhile."""
         self.admin_port = 0
         self._arguments = arguments
         self._process: subprocess.Popen[str] | None = None
@@ -113,17 +124,22 @@ class DcpServer:
     def start(self) -> None:
         """Start, and return when the server is ready. Raises ServerStartError."""
         assert self._process is None, "the server runs already"
-        arguments = [
-            "--port", str(self.port), "--admin-port", str(self.admin_port),
-            "--data", str(self.data), *self._arguments,
-        ]  # fmt: skip
-        self._process = process = self._launch(arguments)
-        self.output = self._read_output(process)
-        key_value, admin = _KEY_VALUE.search(self.output), _ADMIN.search(self.output)
-        if key_value is None or admin is None:
+        for _ in range(1 if self.port else PORT_DRAWS):
+            arguments = [
+                "--port", _kept_port(self.port), "--admin-port", _kept_port(self.admin_port),
+                "--data", str(self.data), *self._arguments,
+            ]  # fmt: skip
+            self._process = process = self._launch(arguments)
+            self.output = self._read_output(process)
+            key_value, admin = _KEY_VALUE.search(self.output), _ADMIN.search(self.output)
+            if key_value is not None and admin is not None:
+                self.port, self.admin_port = int(key_value[1]), int(admin[1])
+                return
             self.kill()
-            raise ServerStartError(f"the server did not start: {self.log_path.read_text()[-4000:]}")
-        self.port, self.admin_port = int(key_value[1]), int(admin[1])
+            why = self.log_path.read_text()[-4000:]
+            if _TAKEN not in why:
+                break
+        raise ServerStartError(f"the server did not start: {why}")
 
     def _launch(self, arguments: list[str]) -> subprocess.Popen[str]:
         """Start the process. Its stderr goes to the log."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from clients.errors import ConnectionLostError, NotMyVbucketError, TemporaryErro
 from clients.event import Mutation, Rollback, StreamEnded
 from clients.kv.sync_client import SyncKv
 from clients.link.blocking_link import SyncLink
-from clients.testing import DcpServer, ServerRefusedError, ServerStartError, dcp_server
+from clients.testing import DcpServer, ServerRefusedError, ServerStartError, dcp_server, process
+from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, free_port
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -76,6 +78,29 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     server = DcpServer(tmp_path / "data", "--durability", "sometimes")
     with pytest.raises(ServerStartError, match="durability"):
         server.start()
+
+
+def test_ports_are_drawn_where_no_connection_gets_one_and_again_if_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        drawn = [other.getsockname()[1]]
+        monkeypatch.setattr(
+            process, "free_port", lambda *args: drawn.pop() if drawn else free_port(*args)
+        )
+        with DcpServer() as server:
+            ports = [server.port, server.admin_port]
+            assert not drawn
+            assert all(PORT_MIN <= port <= PORT_MAX for port in ports)
+            server.restart()
+            assert [server.port, server.admin_port] == ports
+
+
+def test_a_server_whose_port_is_taken_meanwhile_says_so(dcp_server):
+    dcp_server.stop()
+    with (
+        socket.create_server(("127.0.0.1", dcp_server.port)),
+        pytest.raises(ServerStartError, match="is in use"),
+    ):
+        dcp_server.start()
 
 
 def test_pytest_is_needed_for_the_fixture_only():
