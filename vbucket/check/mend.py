@@ -183,7 +183,8 @@ def _made_again(
 ) -> str:
     """Make a whole block of another copy's versions, if it has the checksum that is known then;
     return how, "" if it has not. Where these versions make up the very bytes that are `present`,
-    it is the checksum that became wrong. Raises OSError, StoreDamagedError.
+    it is the checksum that became wrong: what compactions leave has less and less bytes, so the
+    size of the value says which versions it has. Raises OSError, StoreDamagedError.
     """
     vb_id, first_seqno = BLOCK_KEY.unpack(key)
     before = mender.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, first_seqno - 1))
