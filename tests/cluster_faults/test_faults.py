@@ -187,6 +187,12 @@ def trouble_of(cluster: FaultyCluster) -> str | None:
 
 
 async def test_without_etcd_masters_go_on_and_status_says_so(cluster, kv):
+    def are_first_copies() -> bool:
+        rows = cluster.partition_map("a")
+        return all(row["master"] == row["copies"][0] for row in rows)
+
+    # Who is handing a partition over waits for the answer of the store, and answers nobody.
+    await asyncio.to_thread(until, are_first_copies, FOLLOWED_S)
     for name in cluster.nodes:
         for member in cluster.member_names:
             cluster.network.cut(name, member)
