@@ -80,7 +80,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         server.start()
 
 
-def test_ports_are_drawn_where_no_connection_gets_one_and_again_if_taken(monkeypatch):
+def test_ports_are_drawn_where_no_connection_gets_one(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         drawn = [other.getsockname()[1]]
         monkeypatch.setattr(
