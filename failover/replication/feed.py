@@ -217,9 +217,9 @@ class FedStreams:
 
     # -- groups ------------------------------------------------------------------------------------
 
-    def replicates_begun(self, group: Group) -> bool:
-        """A group may be sent before it is synced here: return whether all that the replica follows
-        of it is in state REPLICATE.
+    def begin_group(self, group: Group) -> bool:
+        """A group begins, before it is synced here: return whether it may be sent now, since all
+        that the replica follows of it is in state REPLICATE.
         """
         self._begun_revision = self.changes.revision
         if self.replicates_all(group.mastered):
@@ -227,7 +227,7 @@ class FedStreams:
         return group.seqnos.keys() & self.progress.keys() <= self.replicating
 
     def begun_synced(self) -> set[int] | None:
-        """The last group of `replicates_begun` is synced. It is not for streams that were opened
+        """The last group of `begin_group` is synced. It is not for streams that were opened
         since, and those may have read all that was synced before: return those, which read on. All
         of them, as partitions may have been excluded from the group meanwhile. None: no stream was
         opened, closed or ended.
@@ -474,7 +474,7 @@ class ReplicaFeed:
         """Send a group that is about to be written here, if all that the replica follows of it is
         in state REPLICATE, and there is room; return whether it was.
         """
-        return self.streams.replicates_begun(group) and self.send_group(group, is_synced=False)
+        return self.streams.begin_group(group) and self.send_group(group, is_synced=False)
 
     def begun_synced(self) -> None:
         """The last group that `send_begun` has sent is synced: streams that were opened since read
