@@ -33,6 +33,15 @@ async def merged(node: Node) -> None:
     await node.write.compaction.compact(range(PARTITIONS), Windows(10**18, 1 << 40, 10**18))
 
 
+async def written(cluster: ClusterHere) -> None:
+    """Write all keys, and merge them on all nodes."""
+    async with cluster.client("n1") as kv:
+        sets = (kv.set(b"key %d" % number, value_of(number)) for number in range(KEYS))
+        await asyncio.gather(*sets)
+    for node in cluster.nodes.values():
+        await merged(node)
+
+
 def overwrite(path: Path, at: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(at)
@@ -83,11 +92,7 @@ async def test_checksums_that_became_wrong_while_a_node_was_down(tmp_path: Path)
     """They call sound blocks damaged. The versions of the other copy say that these are right."""
     async with ClusterHere(tmp_path, partitions=PARTITIONS) as cluster:
         await two_members(cluster)
-        async with cluster.client("n1") as kv:
-            sets = (kv.set(b"key %d" % number, value_of(number)) for number in range(KEYS))
-            await asyncio.gather(*sets)
-        for node in cluster.nodes.values():
-            await merged(node)
+        await written(cluster)
         await cluster.kill("n2")
         folder = tmp_path / "n2" / "store"
         sums = PageSums(folder)
@@ -106,11 +111,7 @@ async def test_what_no_copy_can_read_stays_named(tmp_path: Path) -> None:
     """The same blocks are damaged on both nodes: nothing is invented."""
     async with ClusterHere(tmp_path, partitions=PARTITIONS) as cluster:
         await two_members(cluster)
-        async with cluster.client("n1") as kv:
-            sets = (kv.set(b"key %d" % number, value_of(number)) for number in range(KEYS))
-            await asyncio.gather(*sets)
-        for node in cluster.nodes.values():
-            await merged(node)
+        await written(cluster)
         vb_ids = set()
         for name in cluster.nodes:
             path = tmp_path / name / "store" / "data.mdb"

@@ -409,6 +409,14 @@ def test_a_wrong_checksum_is_written_again_where_a_copy_agrees(tmp_path: Path) -
         for lacking in ([], entries[1:], entries[:-1], others):
             assert put_versions(mender, key, lacking) == ""
             assert mender.bad_page(BY_SEQNO_TABLE, key) == bad
+        place = mender.place_of_value(BY_SEQNO_TABLE, key)
+        assert place is not None
+        at = min(place.at + place.size, (page + 1) * PAGE_BYTES) - 1
+        last = (copy / "data.mdb").read_bytes()[at]
+        mender.put_bytes(at, bytes([last ^ 1]))
+        assert put_versions(mender, key, entries) == "", "a version on that page is damaged, too"
+        assert mender.bad_page(BY_SEQNO_TABLE, key) == bad
+        mender.put_bytes(at, bytes([last]))
         assert put_versions(mender, key, entries) == SUMMED
     file.close()
     assert damages_in(copy) == []

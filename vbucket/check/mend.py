@@ -153,12 +153,12 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
     place = mender.place_of_value(BY_SEQNO_TABLE, key)
     if place is None or place.number is None:  # a small block of a leaf that was mended
         return FROM_COPY if mender.bad_page(BY_SEQNO_TABLE, key) is None else ""
-    value = b""
+    present = b""
     try:
-        value = mender.bytes_at(BY_SEQNO_TABLE, key, place)
-        block = Block(key, value)
+        present = mender.bytes_at(BY_SEQNO_TABLE, key, place)
+        block = Block(key, present)
     except (StoreDamagedError, struct.error):
-        return _made_again(mender, key, place, value, entries)
+        return _made_again(mender, key, place, present, entries)
     frames = {seqno_of(entry): entry[PREFIX_BYTES:] for entry in entries}
     pieces = []
     body = bytes(block.body)
@@ -171,9 +171,9 @@ def put_versions(mender: PageMender, key: bytes, entries: Sequence[bytes]) -> st
         pieces.append(frame)
     if _crc32c(b"".join(pieces)) != block.body_crc:
         return ""
-    value = value[: place.size - len(body)] + b"".join(pieces)
+    value = present[: place.size - len(body)] + b"".join(pieces)
     if not mender.put_value(BY_SEQNO_TABLE, key, place, value):
-        return _made_again(mender, key, place, value, entries)
+        return _made_again(mender, key, place, present, entries)
     is_sound = mender.bad_page(BY_SEQNO_TABLE, key) is None
     return FROM_COPY if is_sound else ""
 
