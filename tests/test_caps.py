@@ -102,7 +102,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "consumers take live changes by a short way, blocks of copies filled anew": Feature(0, 100),
     "who reads from copies goes on at another one where one is damaged": Feature(0, 132),
     "a replica keeps what it has where deletions are purged": Feature(1, 510),
-    "a checksum of a block that became wrong is written again": Feature(0, 41),
+    "a checksum of a block that became wrong is written again": Feature(0, 42),
     "servers of the testing kit find their ports again": Feature(0, 16),
     "connections without streams have fewer turns": Feature(0, 40),
     "locks that nobody was told of are taken back, their CAS is no document's": Feature(0, 38),

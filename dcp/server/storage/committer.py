@@ -311,9 +311,8 @@ class Committer:
             self._end_aside(group, written)
             self._written(job, None)
         else:
-            self._threads.jobs.put(
-                self._work_of(job)
-            )  # it does what can be done, or says what is wrong
+            # The thread of Python does what can be done, or says what is wrong.
+            self._threads.jobs.put(self._work_of(job))
 
     def _end_aside(self, group: GroupAside, written: Written) -> None:
         if written.sync_errno:

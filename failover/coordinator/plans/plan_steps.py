@@ -206,7 +206,9 @@ def with_those_in_sync(view: ClusterView, record: ReplicationRecord, chain: Chai
     """
     if view.plan is None or view.cluster is None:
         return chain
-    missing = max(0, view.cluster.content.copies - len(chain))
+    missing = view.cluster.content.copies - len(chain)
+    if missing <= 0:
+        return chain
     drained = {each for each, stored in view.members.items() if stored.content.is_drained}
     staying = (each for each in record.copies if each not in drained and view.stays(each))
     in_sync = (each for each in staying if each in record.isr)
