@@ -1,4 +1,4 @@
-"""Compares two copies of a collection by hashes, and reads only what differs. Pure.
+"""Compares two copies of a collection by hashes, and reads only what differs.
 
     hash of each partition -> its buckets -> keys and versions of the buckets that differ
 
@@ -10,8 +10,10 @@ Invariant: of a partition whose hashes are equal nothing else is read.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -19,6 +21,7 @@ from clients.errors import DcpdError
 from dcp.wire.hash_reads import KeyVersion
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 from vbucket.native.key_hashes import (
+    BITS_MAX,
     KeyHashes,
     Row,
     RowForm,
@@ -28,7 +31,9 @@ from vbucket.native.key_hashes import (
 )
 
 PARTITIONS_AT_ONCE: Final = 64
-"""Partitions whose buckets and keys are in memory at a time."""
+"""Partitions that are read together."""
+GROUPS_AT_ONCE: Final = 2
+"""Groups of so many partitions that are under way, so that one side works while the other does."""
 _U64: Final = Struct(">Q")
 
 Wanted = Mapping[int, tuple[int, bytes]]
@@ -184,10 +189,31 @@ def _other_number(what: str) -> NotComparableError:
     )
 
 
-async def differences(first: Copy, second: Copy) -> AsyncIterator[list[Difference]]:
+async def differences(first: Copy, second: Copy) -> AsyncGenerator[list[Difference]]:
     """Yield the keys that differ, in the order of partitions and keys. Raises NotComparableError,
-    and what reading raises.
+    and what reading raises. Who does not read to the end closes it before the copies.
     """
+    count = _partitions_of(first, second)
+    comparison = _Comparison(first, second)
+    running: deque[asyncio.Task[list[list[Difference]]]] = deque()
+    try:
+        for start in range(0, count, PARTITIONS_AT_ONCE):
+            vb_ids = range(start, min(start + PARTITIONS_AT_ONCE, count))
+            running.append(asyncio.create_task(comparison.of_group(vb_ids)))
+            if len(running) == GROUPS_AT_ONCE:
+                for found in await running.popleft():
+                    yield found
+        while running:
+            for found in await running.popleft():
+                yield found
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _partitions_of(first: Copy, second: Copy) -> int:
+    """Return how many partitions both sides have. Raises NotComparableError."""
     counts = {first.num_vbuckets, second.num_vbuckets} - {0} or {NUM_VBUCKETS}
     if len(counts) != 1:
         raise _other_number(
@@ -199,20 +225,42 @@ async def differences(first: Copy, second: Copy) -> AsyncIterator[list[Differenc
         if each.partitions_seen > count:
             raise _other_number(f"{each.name} has more than {count} partitions")
     first.num_vbuckets = second.num_vbuckets = count
-    for start in range(0, count, PARTITIONS_AT_ONCE):
-        vb_ids: Sequence[int] = range(start, min(start + PARTITIONS_AT_ONCE, count))
-        for bits in (0, 12):
-            one, two = await first.hashes(vb_ids, bits), await second.hashes(vb_ids, bits)
-            vb_ids = [vb_id for vb_id in vb_ids if one[vb_id] != two[vb_id]]
-        buckets = {vb_id: buckets_to_read(one[vb_id], two[vb_id]) for vb_id in vb_ids}
+    return count
+
+
+class _Comparison:
+    """Compares groups of partitions."""
+
+    def __init__(self, first: Copy, second: Copy) -> None:
+        self._first, self._second = first, second
+        self._bits = 0
+        """What a group is asked for first. Where most partitions of one differ, that is all buckets
+        of the next ones."""
+
+    async def of_group(self, vb_ids: Sequence[int]) -> list[list[Difference]]:
+        """Return the keys that differ, by partition."""
+        first, second, bits = self._first, self._second, self._bits
+        tables = await self._unequal(vb_ids, bits)
+        self._bits = BITS_MAX if 2 * len(tables) > len(vb_ids) else 0
+        if tables and not bits:
+            tables = await self._unequal(list(tables), BITS_MAX)
+        buckets = {vb_id: buckets_to_read(*each) for vb_id, each in tables.items()}
         wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
-        if wanted:
-            last = first if first.looks_up else second
-            told = await (second if first.looks_up else first).versions(wanted, {})
-            looked_up = await last.versions(wanted, told)
-            ours, theirs = (looked_up, told) if last is first else (told, looked_up)
-            for vb_id in wanted:
-                yield compared(vb_id, ours[vb_id], theirs[vb_id])
+        if not wanted:
+            return []
+        last = first if first.looks_up else second
+        told = await (second if first.looks_up else first).versions(wanted, {})
+        looked_up = await last.versions(wanted, told)
+        ours, theirs = (looked_up, told) if last is first else (told, looked_up)
+        return [compared(vb_id, ours[vb_id], theirs[vb_id]) for vb_id in wanted]
+
+    async def _unequal(
+        self, vb_ids: Sequence[int], bits: int
+    ) -> dict[int, tuple[KeyHashes, KeyHashes]]:
+        """Return the hashes of both sides of those partitions whose hashes differ."""
+        one = await self._first.hashes(vb_ids, bits)
+        two = await self._second.hashes(vb_ids, bits)
+        return {vb_id: (one[vb_id], two[vb_id]) for vb_id in vb_ids if one[vb_id] != two[vb_id]}
 
 
 def checked_collections(

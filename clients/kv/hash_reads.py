@@ -87,6 +87,7 @@ class HashReader(Copy):
         self._links = {seed.place: seed}
         self._address = seed.address
         self._timeout_s = timeout_s
+        self._dialing = asyncio.Lock()
         self._cluster = ClusterMap([ClusterNode(*seed.place)], is_tls=seed.address.is_tls)
         self._cluster.adopt(seed.topology())
         self.name = seed.address.node
@@ -261,12 +262,13 @@ class HashReader(Copy):
             raise OperationTimeoutError(why, node=node) from None
 
     async def _link_to(self, place: Place) -> Link:
-        link = self._links.get(place)
-        if link is None or link.is_closed:
-            address = self._address.at(*place)
-            link = await Link.connect(address, timeout_s=self._timeout_s, features=FEATURES)
-            self._links[place] = link
-        return link
+        async with self._dialing:  # groups that are read at a time share a connection
+            link = self._links.get(place)
+            if link is None or link.is_closed:
+                address = self._address.at(*place)
+                link = await Link.connect(address, timeout_s=self._timeout_s, features=FEATURES)
+                self._links[place] = link
+            return link
 
     def _refused(self, frame: Frame, vb_id: int, node: str) -> Exception:
         """Return a refusal that says "later". Raises every other one."""

@@ -79,6 +79,11 @@ def pack_version(version: KeyVersion) -> bytes:
     return _KEY_BYTES.pack(len(version.key)) + version.key + _VERSION.pack(*version[1:])
 
 
+def pack_key(key: bytes, version: bytes) -> bytes:
+    """Return the same of a key whose CAS, seqno and revision are packed already."""
+    return _KEY_BYTES.pack(len(key)) + key + version
+
+
 def pack_document(document: SentDocument) -> bytes:
     """Return a document as answers have it."""
     content = _CONTENT.pack(

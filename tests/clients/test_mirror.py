@@ -127,7 +127,7 @@ def test_hashes_grow_with_the_documents_and_are_kept(tmp_path, kind):
     """Rows of some buckets are looked up, or found among all keys if another copy has fewer."""
     store = MemoryStore() if kind == "dicts" else LmdbStore(tmp_path / "m", is_durable=False)
     seqno = 0
-    for count, bits in ((128, 0), (129, 4), (2049, 8), (32_769, 12)):
+    for count, bits in ((24, 0), (25, 2), (385, 6), (24_577, 12)):
         more = range(seqno, count)
         take(store, [mutation(n + 1, b"k%d" % n, b"v") for n in more], {}, journal_max=100)
         seqno = count

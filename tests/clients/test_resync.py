@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from resync_parts import ADDRESS, KEYS, PARTITIONS, VB, Change, PeerLink, apply, changes, followed
 
 from clients import KvClient, Mirror
-from clients.address import parse_address
+from clients.address import ServerAddress, parse_address
 from clients.cli.dcpctl import run
 from clients.consumer.streams import after_differences
 from clients.consumer.supervisor import differences_of
 from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
 from clients.event import Differences, Mutation, Rollback
 from clients.kv.differences import (
+    GROUPS_AT_ONCE,
+    PARTITIONS_AT_ONCE,
     Copy,
     Difference,
     NotComparableError,
@@ -29,6 +32,7 @@ from clients.kv.differences import (
 from clients.kv.hash_reads import HashReader
 from clients.kv.held import ROW, ROW_FORM, Held
 from clients.kv.resync import Resync
+from clients.link.pipelined_link import Link
 from clients.link.topology import single_node
 from clients.mirror.lmdb_mirror import LmdbStore
 from clients.mirror.mirror import _HeldDocuments
@@ -41,7 +45,7 @@ from support.memory_node import MemoryNode
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
-from vbucket.native.key_hashes import Row
+from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row
 
 ADD = ["collection", "add", "shop.orders"]
 
@@ -220,6 +224,53 @@ def test_exactly_what_differs_is_found(
         assert each.vb_id == vbucket_of(each.key, 2)
 
 
+class AskedCopy(HeldCopy):
+    """Notes what it is asked for, and how much is asked for at a time."""
+
+    def __init__(self, name: str, held: dict[bytes, tuple[int, int]], count: int) -> None:
+        super().__init__(name, held, count)
+        self.asked: list[tuple[int, int]] = []
+        """First partition, and bits."""
+        self.at_once = self.most = 0
+
+    async def hashes(self, vb_ids: Sequence[int], bits: int) -> dict[int, KeyHashes]:
+        self.asked.append((vb_ids[0], bits))
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            await asyncio.sleep(0)
+            return await super().hashes(vb_ids, bits)
+        finally:
+            self.at_once -= 1
+
+
+def test_where_most_differ_all_buckets_are_asked_for_at_once() -> None:
+    count, groups = 8 * PARTITIONS_AT_ONCE, range(0, 8 * PARTITIONS_AT_ONCE, PARTITIONS_AT_ONCE)
+    keys = [b"k%d" % number for number in range(8000)]
+    one, equal = dict.fromkeys(keys, (1, 1)), AskedCopy("equal", dict.fromkeys(keys, (1, 1)), count)
+    assert found_between(HeldCopy("one", one, count), equal) == []
+    assert equal.asked == [(first, 0) for first in groups]
+    other = AskedCopy("other", dict.fromkeys(keys, (2, 2)), count)
+    found = found_between(HeldCopy("one", one, count), other)
+    assert [each.vb_id for each in found] == sorted(vbucket_of(key, count) for key in keys)
+    bits_of = {first: [bits for each, bits in other.asked if each == first] for first in groups}
+    assert bits_of[0] == [0, BITS_MAX]
+    assert all(bits_of[first] == [BITS_MAX] for first in groups[GROUPS_AT_ONCE:])
+    assert other.most == GROUPS_AT_ONCE
+
+
+async def test_a_comparison_that_is_closed_asks_for_nothing_more() -> None:
+    keys = [b"k%d" % number for number in range(3000)]
+    one = HeldCopy("one", dict.fromkeys(keys, (1, 1)), 1024)
+    other = AskedCopy("other", dict.fromkeys(keys, (2, 2)), 1024)
+    comparison = differences(one, other)
+    assert await anext(comparison)
+    await comparison.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert other.at_once == 0
+    assert len(other.asked) <= 2 * GROUPS_AT_ONCE + 1
+
+
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
     [
@@ -293,6 +344,23 @@ async def test_what_nobody_answers_is_given_up_with_the_reason() -> None:
     nodes.reader._cluster.topology = single_node("other", 2, PARTITIONS)
     with pytest.raises(UnknownCollectionError):
         await nodes.reader.levels([VB], 0)
+
+
+async def test_groups_that_are_read_at_a_time_share_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, dialled = TwoNodes(), list[str]()
+    nodes.reader._links.clear()
+
+    async def connect(address: ServerAddress, **_: object) -> PeerLink:
+        dialled.append(address.node)
+        await asyncio.sleep(0)
+        return PeerLink(nodes.old)
+
+    monkeypatch.setattr(Link, "connect", connect)
+    first, second = await asyncio.gather(*(nodes.reader._link_to(("other", 2)) for _ in range(2)))
+    assert first is second
+    assert len(dialled) == 1
 
 
 # -- live ----------------------------------------------------------------------------------------

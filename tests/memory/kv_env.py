@@ -105,6 +105,9 @@ class MemoryWrite(_Reader):
         """See KvWrite."""
         return self._own(table).pop(key, None) is not None
 
+    def tree(self, table: str) -> None:
+        """See KvWrite: there are no pages."""
+
     def _own(self, table: str) -> _Table:
         if table not in self._copied:
             self._tables[table] = self._tables[table].copy()

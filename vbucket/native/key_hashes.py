@@ -28,10 +28,11 @@ from vbucket.native import hash_loops
 
 LOOPS: Final = hash_loops()
 BITS_MAX: Final = 12
-"""4,096 buckets of 8 bytes. A partition of more than 524,288 documents has larger buckets."""
-BUCKET_DOCUMENTS: Final = 128
+"""4,096 buckets of 8 bytes. A partition of more than 98,304 documents has larger buckets."""
+BUCKET_DOCUMENTS: Final = 24
 """If there are more in each bucket, on average, all documents are counted again, into a table with
-16 times the buckets. So a document is counted again once in its life at most, on average."""
+4 times the buckets. So a document is counted again 1.3 times in its life at most, on average."""
+_BITS_STEP: Final = 2
 _K0: Final = 0xA0761D6478BD642F
 _K1: Final = 0xE7037ED1A0B428DB
 _K2: Final = 0x8EBC6AF09C88C6E3
@@ -55,6 +56,11 @@ class RowForm(NamedTuple):
     opcode: int = -1
     """The first byte of the value of a document; -1: each row is one."""
 
+    @property
+    def stop(self) -> bytes:
+        """The least key that comes after all keys with the prefix, which is not empty."""
+        return self.prefix[:-1] + bytes([self.prefix[-1] + 1])
+
 
 def hash_of_key(key: bytes) -> int:
     """Return the hash of a logical key."""
@@ -74,10 +80,10 @@ def hash_of_document(key_hash: int, cas: int, rev_seqno: int) -> int:
 
 
 def bits_for(documents: int) -> int:
-    """Return how many bits a table of so many documents has: 0, 4, 8 or BITS_MAX."""
+    """Return how many bits a table of so many documents has: an even number up to BITS_MAX."""
     bits = 0
     while bits < BITS_MAX and documents > BUCKET_DOCUMENTS << bits:
-        bits += 4
+        bits += _BITS_STEP
     return bits
 
 
@@ -106,6 +112,11 @@ class KeyHashes:
     def is_small(self) -> bool:
         """Whether so many documents should have more buckets."""
         return self.bits < bits_for(self.documents)
+
+    @property
+    def is_much_too_small(self) -> bool:
+        """Whether they should have 16 times the buckets, or more."""
+        return self.bits + _BITS_STEP < bits_for(self.documents)
 
     def change(self, removed: list[Row], added: list[Row], form: RowForm) -> None:
         """Take documents out and add others. Rows that are no documents of `form` do not count."""

@@ -140,6 +140,9 @@ class KvWrite(KvReader, Protocol):
     def delete(self, table: str, key: bytes) -> bool:
         """Remove a key; return whether it was there."""
 
+    def tree(self, table: str) -> KeyTree | None:
+        """Return what `KvSnapshot.tree` does, of the state that the transaction began with."""
+
 
 class KvEnv(Protocol):
     """A database."""

@@ -12,6 +12,10 @@ Who calls it: merges and loads; the engine and the offline check read.
 Invariant: tables that name the partition's high seqno and highest CAS are those of its records. A
 program that does not know them leaves older ones behind, which are not used; nor are damaged ones.
 Then the next merge of the partition counts its documents again.
+
+A table that has become small is replaced by the next merge, before its first write, because the
+committed records can be counted in C. One that is much too small, or where there are no loops in C,
+is replaced after the last write.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest, collection_of, encode_leb128
@@ -34,10 +38,14 @@ from vbucket.store.records import (
     read_document,
 )
 
+if TYPE_CHECKING:
+    from vbucket.native.loops import KeyTree
+
 Tables = dict[int, KeyHashes]
 """Collection id -> the hashes of its documents. A collection without documents may be missing."""
 ROWS_AT_ONCE: Final = 4096
 """Records that are in memory while documents are counted again."""
+_SCANNED_RECORDS: Final = 1 << 16
 _KEY: Final = b"hashes"
 
 
@@ -65,6 +73,32 @@ def stored_hashes(reader: KvReader, vb_id: int, record: PartitionRecord) -> Tabl
     with suppress(StoreDamagedError):
         return read_hashes(reader, vb_id, record)
     return None
+
+
+def hashes_to_change(write: KvWrite, vb_id: int, record: PartitionRecord) -> Tables | None:
+    """Return `stored_hashes` for a merge that has written nothing of the partition. Small tables
+    have more buckets than the store's.
+    """
+    tables = stored_hashes(write, vb_id, record)
+    small = [each for each, table in (tables or {}).items() if table.is_small]
+    tree = write.tree(BY_KEY_TABLE) if small else None
+    if tables is not None and tree is not None:
+        for collection_id in small:
+            table = _counted_in_c(tree, vb_id, collection_id, tables[collection_id].documents)
+            if table == tables[collection_id]:
+                tables[collection_id] = table
+    return tables
+
+
+def _counted_in_c(tree: KeyTree, vb_id: int, collection_id: int, documents: int) -> KeyHashes:
+    """Return a table with buckets for so many documents, of those that are found."""
+    form, table = form_of(collection_id), KeyHashes(bits_for(documents))
+    first: bytes | None = vb_id.to_bytes(2, "big") + form.prefix
+    stop = vb_id.to_bytes(2, "big") + form.stop
+    while first is not None:
+        rows, first = tree.within(first, stop, _SCANNED_RECORDS, b"\1", 0, *form) or ([], None)
+        table.change([], rows, form)
+    return table
 
 
 def put_hashes(write: KvWrite, vb_id: int, record: PartitionRecord, tables: Tables) -> None:
@@ -118,7 +152,9 @@ def keep_hashes(
         if tables is None:
             tables = counted_hashes(write, vb_id)
         small = {
-            each: bits_for(table.documents) for each, table in tables.items() if table.is_small
+            each: bits_for(table.documents)
+            for each, table in tables.items()
+            if table.is_much_too_small
         }
         if small:
             tables |= counted_hashes(write, vb_id, small)

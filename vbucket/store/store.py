@@ -465,8 +465,9 @@ class Store(StoreView):
         """
         tree, prefix = self.key_tree(), _VB_PREFIXES[vb_id]
         if tree is not None:
-            stop = prefix + form.prefix[:-1] + bytes([form.prefix[-1] + 1])
-            found = tree.within(prefix + first, stop, SCANNED_RECORDS, wanted, bits, *form)
+            found = tree.within(
+                prefix + first, prefix + form.stop, SCANNED_RECORDS, wanted, bits, *form
+            )
             if found is not None:
                 rows, go_on = found
                 return rows, go_on and go_on[2:]

@@ -25,7 +25,13 @@ from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest, collection_of
 from vbucket.store.block import Block, block_key, build_blocks
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvWrite, StoreDamagedError
-from vbucket.store.hashes import Tables, change_hashes, collections_of, keep_hashes, stored_hashes
+from vbucket.store.hashes import (
+    Tables,
+    change_hashes,
+    collections_of,
+    hashes_to_change,
+    keep_hashes,
+)
 from vbucket.store.key_record import (
     BY_KEY_RECORD,
     NO_EXPIRY,
@@ -76,7 +82,7 @@ def merge_partition(
         _empty(write, stage, rows)
     was_trimmed = stage.trim_to is not None
     record = stage.record
-    hashes = stored_hashes(write, vb_id, stage.stored) if record.keys else {}
+    hashes = hashes_to_change(write, vb_id, stage.stored) if record.keys else {}
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
         undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
@@ -138,7 +144,7 @@ def plain_changes(
         return None
     assert stage.trim_to is None, "a partition that is rolled back is listed"
     stage.replaced = found = list(write.get_many(BY_KEY_TABLE, asked))
-    stage.hashes = stored_hashes(write, vb_id, stage.stored)
+    stage.hashes = hashes_to_change(write, vb_id, stage.stored)
     before = last_row(write, vb_id)
     tail = None if before is None else (before[0], bytes(before[1]))
     tally = CollectionCounts(record.tally)

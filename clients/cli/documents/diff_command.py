@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -111,12 +112,13 @@ class _Comparison:
     async def _differences(self, one: Copy, two: Copy) -> AsyncIterator[Difference]:
         from clients.kv.differences import differences
 
-        async for some in differences(one, two):
-            for each in some:
-                if self._limit is not None and self._found >= self._limit:
-                    return
-                self._found += 1
-                yield each
+        async with aclosing(differences(one, two)) as found:
+            async for some in found:
+                for each in some:
+                    if self._limit is not None and self._found >= self._limit:
+                        return
+                    self._found += 1
+                    yield each
 
     def _print(self, collection: str, each: Difference) -> None:
         sides = [

@@ -32,7 +32,7 @@ from dcp.wire.hash_reads import (
     What,
     numbers_in,
     pack_document,
-    pack_version,
+    pack_key,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
@@ -41,7 +41,7 @@ from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import DATATYPE_AT, MUTATION_KEY_AT, is_deleted, key_of
 from vbucket.model.manifest import encode_leb128
 from vbucket.native.key_hashes import BITS_MAX, Row
-from vbucket.store.key_record import BY_KEY_RECORD, by_key_item, checked_meta
+from vbucket.store.key_record import BY_KEY_RECORD, by_key_item, checked_meta, version_bytes_of
 from vbucket.store.plain_value import plain_body
 
 STEP_SEQNOS: Final = 128
@@ -116,7 +116,7 @@ class HashReads:
             versions, part, collection_id, bits, bytes(wanted), request.key, LISTED_BYTES_MAX
         )
         start = 2 + len(encode_leb128(collection_id))
-        value = b"".join(pack_version(_version_of(row, start)) for row in found.rows)
+        value = b"".join([pack_key(key[start:], version_bytes_of(row)) for key, row in found.rows])
         extras = TOLD.pack(found.vb_uuid, found.seqno, len(found.rows), bits, found.has_more)
         self._answer(request, extras, value)
 

@@ -334,6 +334,10 @@ class LmdbWrite:
         finally:
             inner.abort()
 
+    def tree(self, table: str) -> KeyTree | None:
+        """See KvWrite."""
+        return self._committed().tree_in_c(table)
+
     def _committed(self) -> PageReader:
         """Return a reader of the state that this transaction began with."""
         if self._pages is None:
