@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
+from dcp.server.net.connections import (
+    LARGE_BYTES,
+    LARGE_TURN_BYTES,
+    LargeAnswers,
+    OpenConnection,
+)
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
 from dcp.session.session import Session
@@ -122,3 +130,109 @@ async def test_change_that_is_cut_short_ends_node_with_its_reason(
     again = await new_node(tmp_path / "data")
     assert again.engine.partitions[vbucket_of(b"k")].high_seqno == 0
     await again.stop()
+
+
+# -- large answers -----------------------------------------------------------------------------
+
+
+class TextClient:
+    """A client of the text protocol."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, node: Node) -> TextClient:
+        return cls(*await asyncio.open_connection("127.0.0.1", node.ports.kv, limit=1 << 23))
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def until(self, end: bytes) -> bytes:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self._reader.readuntil(end)
+
+    async def get(self, key: bytes) -> bytes:
+        self.send(b"get %b\r\n" % key)
+        return await self.until(b"END\r\n")
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionResetError):
+            await self._writer.wait_closed()
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    found = await new_node(tmp_path / "data")
+    yield found
+    await found.stop()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.001)
+
+
+async def test_large_answers_take_turns_and_small_ones_do_not_wait(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = node.connections.large_answers
+    first, second = await TextClient.connect(node), await TextClient.connect(node)
+    first.send(b"set big 0 0 2000000\r\n" + bytes(2_000_000) + b"\r\nset k 0 0 1\r\nv\r\n")
+    assert await first.until(b"STORED\r\nSTORED\r\n")
+    assert len(await first.get(b"big")) > 2_000_000
+    assert len(await second.get(b"k")) < 100
+    await until(lambda: not large.is_spent)
+    monkeypatch.setattr(large, "_next_turn", lambda: None)
+    large.is_spent = True  # as after a large answer in this turn, which does not end
+    first.send(b"get k\r\n")
+    await until(lambda: bool(large.waiting))
+    (connection,) = large.waiting
+    first.send(b"get absent\r\n")
+    assert await second.get(b"k") == b"VALUE k 0 1\r\nv\r\nEND\r\n", "it gets small answers"
+    assert large.waiting == {connection: b"get k\r\n"}, "nothing more is read"
+    assert node.connections.receive_buffers.held_bytes >= len(b"get k\r\n")
+    monkeypatch.undo()
+    large._next_turn()
+    assert await first.until(b"END\r\nEND\r\n") == b"VALUE k 0 1\r\nv\r\nEND\r\nEND\r\n"
+    assert not large.waiting
+    large.is_spent = True
+    assert await first.get(b"k"), "its last answers were small"
+    await first.close()
+    await second.close()
+
+
+async def test_who_is_gone_while_waiting_for_a_turn_is_forgotten(node: Node) -> None:
+    large = node.connections.large_answers
+    client = await TextClient.connect(node)
+    client.send(b"set big 0 0 100000\r\n" + bytes(100_000) + b"\r\n")
+    assert await client.until(b"STORED\r\n")
+    assert await client.get(b"big")
+    large.is_spent = True
+    client.send(b"delete big\r\n")
+    await until(lambda: bool(large.waiting))
+    for connection in node.connections:
+        connection.abort("the test ends it")
+    await until(lambda: not node.connections)
+    assert not large.waiting
+    await client.close()
+    large.is_spent = False
+    client = await TextClient.connect(node)
+    assert len(await client.get(b"big")) > 100_000, "what waited was not handled"
+    await client.close()
+
+
+async def test_a_turn_is_spent_by_a_mebibyte_of_large_answers() -> None:
+    large, connections = LargeAnswers(), [cast("OpenConnection", object()) for _ in range(3)]
+    large.sent(connections[0], LARGE_TURN_BYTES - 1)
+    assert not large.keep(connections[0], b"x")
+    large.sent(connections[1], LARGE_BYTES)
+    assert [large.keep(each, b"x") for each in connections] == [True, True, False]
+    assert large.keep(connections[0], b"y")
+    await asyncio.sleep(0)
+    assert not large.is_spent
+    assert large.keep(connections[0], b"z"), "what was received before comes first"
+    assert large.take(connections[0]) == b"xyz"
+    assert not large.keep(connections[0], b"")

@@ -17,18 +17,13 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
-from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.net.connections import LARGE_BYTES, Connections, OpenConnection
 from dcp.server.net.held_bytes import Outgoing
 from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.log_limiter import RefusalLog
-from dcp.server.observe.meter import (
-    TEXT_COMMAND,
-    Meter,
-    SlowOperation,
-    command_of,
-)
-from dcp.server.observe.tracing import Facts, Tracing
+from dcp.server.observe.meter import TEXT_COMMAND, Meter, SlowOperation, command_of
+from dcp.server.observe.tracing import Facts
 from dcp.server.storage.committer import Committer
 from dcp.session.access.auth import AuthStep
 from dcp.session.answers.held_answers import HeldAnswers
@@ -166,8 +161,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         """Forget the peer."""
-        sender = self.session.state.sender
-        if sender is not None:
+        if (sender := self.session.state.sender) is not None:
             sender.close()
         if self._next_news is not None:
             self._next_news.cancel()
@@ -185,6 +179,11 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass received bytes to the session and send its answers."""
+        large = self._connections.large_answers
+        if (large.is_spent or large.waiting) and large.keep(self, data):
+            self._update_reading()
+            self._note_received()
+            return
         self.heard_ns = elapsed_ns()
         if not self._has_begun:
             self._has_begun = True
@@ -241,13 +240,11 @@ class ClientConnection(asyncio.Protocol):
 
     @_supervised
     def _release(self) -> None:
-        ready = self._held.release()
-        if ready:
+        if ready := self._held.release():
             now_ns = elapsed_ns()
             for batch in ready:
                 self._answered(batch.answers, (now_ns - batch.read_ns) / 1e9)
-            answers = [batch.answers for batch in ready]
-            self._write(answers[0] if len(answers) == 1 else b"".join(answers))
+            self._write(b"".join([batch.answers for batch in ready]))
         if not self._held.batches:
             self._resume_session()
             self.schedule_pump()
@@ -277,7 +274,8 @@ class ClientConnection(asyncio.Protocol):
     @property
     def waits_for_peer(self) -> bool:
         """Whether the peer must act before held data can move."""
-        return self._is_write_paused or not self.session.state.is_full
+        has_turn = self in self._connections.large_answers.waiting
+        return self._is_write_paused or not (self.session.state.is_full or has_turn)
 
     @_supervised
     def tick(self, now_ns: int) -> None:
@@ -384,8 +382,7 @@ class ClientConnection(asyncio.Protocol):
             self._connections.newcomers.leave(self)
         if state.answers:
             self._meter.answers += len(state.answers)
-            data = self._held.take(state, self.heard_ns)
-            if data:
+            if data := self._held.take(state, self.heard_ns):
                 self._answered(data, (elapsed_ns() - self.heard_ns) / 1e9)
                 self._write(data)
             else:
@@ -413,22 +410,21 @@ class ClientConnection(asyncio.Protocol):
 
     def _answered(self, answers: bytes, seconds: float) -> None:
         """Measure how long a batch of commands took, and keep it if it was slow."""
-        self._meter.answer_seconds.observe(seconds)
-        if self._meter.tracing is not None:
-            self._trace(self._meter.tracing, answers, seconds)
-        if seconds >= self._meter.slow.slow_s:
-            what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
-            peer, user = self.logins.peer.address, self.session.state.login.user or ""
-            self._meter.slow.note(SlowOperation(time.time(), what, seconds, peer, user))
-
-    def _trace(self, tracing: Tracing, answers: bytes, seconds: float) -> None:
-        """Make the spans of a batch that was answered."""
-        user = self.session.state.login.user or ""
-        facts: Facts = {"client.address": self.logins.peer.address, "enduser.id": user}
-        if isinstance(self.session, Session):
-            tracing.answered(command_of(answers), answers, seconds, self._traced, facts)
-        else:
-            tracing.answered(TEXT_COMMAND, b"", seconds, self._traced, facts)
+        if len(answers) >= LARGE_BYTES:
+            self._connections.large_answers.sent(self, len(answers))
+        meter = self._meter
+        meter.answer_seconds.observe(seconds)
+        if meter.tracing is None and seconds < meter.slow.slow_s:
+            return
+        is_text = isinstance(self.session, TextSession)
+        what = TEXT_COMMAND if is_text else command_of(answers)
+        peer, user = self.logins.peer.address, self.session.state.login.user or ""
+        if meter.tracing is not None:
+            facts: Facts = {"client.address": peer, "enduser.id": user}
+            packets = b"" if is_text else answers
+            meter.tracing.answered(what, packets, seconds, self._traced, facts)
+        if seconds >= meter.slow.slow_s:
+            meter.slow.note(SlowOperation(time.time(), what, seconds, peer, user))
 
     def _go_on_soon(self) -> None:
         """Continue with what is left in the session's buffer, unless something else will do so: a
@@ -460,7 +456,7 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         if self._is_aborted:
             return  # its buffers go with it
-        held_bytes = state.held_bytes
+        held_bytes = state.held_bytes + len(self._connections.large_answers.waiting.get(self, b""))
         if self._outgoing is not None:
             held_bytes += cast("Any", self._transport).get_read_buffer_size()
         if held_bytes or self._has_held:
@@ -483,6 +479,10 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def _resume_session(self) -> None:
         """Continue with commands that were left in the session's buffer, and with reading."""
+        large = self._connections.large_answers
+        if large.is_spent and large.takes_part(self):
+            self._loop.call_soon(self._resume_session)
+            return
         state = self.session.state
         may_go_on = not (self._is_write_paused or self._transport.is_closing())
         if self._held.batches:  # a wait that is over need not add the wait for older answers
@@ -510,6 +510,7 @@ class ClientConnection(asyncio.Protocol):
             self._is_write_paused
             or self.session.state.is_full
             or self._held.held_bytes > HELD_BYTES_MAX
+            or self in self._connections.large_answers.waiting
         )
         if pause != self._is_read_paused and not self._transport.is_closing():
             self._is_read_paused = pause

@@ -35,6 +35,12 @@ TURN_MIN: Final = 250
 """Connections that have their turn in a tick, if there are as many."""
 TICKED_AT_ONCE: Final = 50
 """After that many the loop does what has come meanwhile."""
+LARGE_BYTES: Final = 64 << 10
+"""Answers of a connection, at a time, that count as large."""
+LARGE_TURN_BYTES: Final = 1 << 20
+"""Large answers that are sent in one turn of the loop; the last one may exceed it. A MiB takes a
+millisecond.
+"""
 
 
 class Newcomers:
@@ -86,6 +92,9 @@ class OpenConnection(Holder, Protocol):
     session: Session | TextSession
     logins: PeerLogins
     """Its logins, and the address of its peer."""
+
+    def data_received(self, data: bytes) -> None:
+        """Handle received bytes."""
 
     def rights_changed(self, *, may_stream: bool) -> None:
         """React to changed rights of the user; the session has the new ones."""
@@ -171,6 +180,59 @@ class AwaitingArrival:
             timer.cancel()
 
 
+class LargeAnswers:
+    """Lets connections that get large answers take turns, so others wait for about one such answer.
+
+    Copying an answer of 20 MiB takes 15 ms. If many are asked for at the same time, each turn of
+    the loop answers some of them, and small requests in between.
+
+    Invariants
+    - only connections wait whose last answers were large;
+    - of one that waits, nothing more is read.
+    """
+
+    def __init__(self) -> None:
+        self.is_spent = False
+        """Whether this turn of the loop has sent enough large answers."""
+        self.waiting: dict[OpenConnection, bytes] = {}
+        """Connection -> what was received, and waits for its turn."""
+        self._recent: set[OpenConnection] = set()
+        self._sent_bytes = 0
+
+    def sent(self, connection: OpenConnection, size_bytes: int) -> None:
+        """A connection was sent answers of LARGE_BYTES or more."""
+        if not self._sent_bytes:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._sent_bytes += size_bytes
+        self.is_spent = self._sent_bytes >= LARGE_TURN_BYTES
+        self._recent.add(connection)
+
+    def _next_turn(self) -> None:
+        self._sent_bytes, self.is_spent = 0, False
+        while self.waiting and not self.is_spent:
+            connection = next(iter(self.waiting))
+            connection.data_received(self.take(connection))
+
+    def takes_part(self, connection: OpenConnection) -> bool:
+        """Return whether it gets large answers: where a turn is spent, it waits for the next."""
+        return connection in self._recent
+
+    def keep(self, connection: OpenConnection, data: bytes) -> bool:
+        """Keep what was received if it has to wait; return whether it has."""
+        if connection in self.waiting:
+            self.waiting[connection] += data
+        elif self.is_spent and connection in self._recent:
+            self.waiting[connection] = data
+        else:
+            return False
+        return True
+
+    def take(self, connection: OpenConnection) -> bytes:
+        """Return what has waited, b"" if nothing has; its next answers may be small."""
+        self._recent.discard(connection)
+        return self.waiting.pop(connection, b"")
+
+
 class Connections:
     """See the module. Lives on one event loop."""
 
@@ -180,6 +242,7 @@ class Connections:
         self.watched: set[OpenConnection] = set()
         self.feeding: set[OpenConnection] = set()
         self.awaiting_arrival = AwaitingArrival()
+        self.large_answers = LargeAnswers()
         self.pumping: list[OpenConnection] = []
         """Those that send stream messages in the next turn of the loop: `pump_now` is called."""
         self._soon, self._late = _Turns(SOON_TICKS), _Turns(LATE_TICKS)
@@ -219,6 +282,7 @@ class Connections:
         self.watched.discard(connection)
         self.feeding.discard(connection)
         self.awaiting_arrival.leave(connection)
+        self.large_answers.take(connection)
         self.newcomers.leave(connection)
         self.receive_buffers.forget(connection)
         self.send_buffers.forget(connection)
