@@ -24,8 +24,7 @@ from clients import KvClient, Mirror
 from clients.address import parse_address
 from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.errors import DcpdError
-from clients.kv.differences import differences
-from clients.kv.hash_reads import HashReader
+from clients.kv.hash_reads import HashReader, differences
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.mirror.lmdb_mirror import FORMAT, VERSION
 from clients.mirror.mirror_copy import MirrorCopy

@@ -1,4 +1,4 @@
-"""Compares two copies of a collection by hashes, and reads only what differs.
+"""Compares two copies of a collection by hashes, and reads only what differs. Pure.
 
     hash of each partition -> its buckets -> keys and versions of the buckets that differ
 
@@ -10,10 +10,8 @@ Invariant: of a partition whose hashes are equal nothing else is read.
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -32,8 +30,6 @@ from vbucket.native.key_hashes import (
 
 PARTITIONS_AT_ONCE: Final = 64
 """Partitions that are read together."""
-GROUPS_AT_ONCE: Final = 2
-"""Groups of so many partitions that are under way, so that one side works while the other does."""
 _U64: Final = Struct(">Q")
 
 Wanted = Mapping[int, tuple[int, bytes]]
@@ -189,30 +185,7 @@ def _other_number(what: str) -> NotComparableError:
     )
 
 
-async def differences(first: Copy, second: Copy) -> AsyncGenerator[list[Difference]]:
-    """Yield the keys that differ, in the order of partitions and keys. Raises NotComparableError,
-    and what reading raises. Who does not read to the end closes it before the copies.
-    """
-    count = _partitions_of(first, second)
-    comparison = _Comparison(first, second)
-    running: deque[asyncio.Task[list[list[Difference]]]] = deque()
-    try:
-        for start in range(0, count, PARTITIONS_AT_ONCE):
-            vb_ids = range(start, min(start + PARTITIONS_AT_ONCE, count))
-            running.append(asyncio.create_task(comparison.of_group(vb_ids)))
-            if len(running) == GROUPS_AT_ONCE:
-                for found in await running.popleft():
-                    yield found
-        while running:
-            for found in await running.popleft():
-                yield found
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-
-def _partitions_of(first: Copy, second: Copy) -> int:
+def partitions_of(first: Copy, second: Copy) -> int:
     """Return how many partitions both sides have. Raises NotComparableError."""
     counts = {first.num_vbuckets, second.num_vbuckets} - {0} or {NUM_VBUCKETS}
     if len(counts) != 1:
@@ -228,8 +201,10 @@ def _partitions_of(first: Copy, second: Copy) -> int:
     return count
 
 
-class _Comparison:
-    """Compares groups of partitions."""
+class Comparison:
+    """Compares two copies, some partitions at a time. `clients.kv.hash_reads.differences` does it
+    for all.
+    """
 
     def __init__(self, first: Copy, second: Copy) -> None:
         self._first, self._second = first, second

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from clients.address import ServerAddress
@@ -25,7 +26,15 @@ from clients.errors import (
     error_from_status,
 )
 from clients.kv.call import RETRY_STATUSES
-from clients.kv.differences import PARTITIONS_AT_ONCE, Copy, Known, Wanted
+from clients.kv.differences import (
+    PARTITIONS_AT_ONCE,
+    Comparison,
+    Copy,
+    Difference,
+    Known,
+    Wanted,
+    partitions_of,
+)
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterMap, ClusterNode, Place
@@ -53,6 +62,8 @@ from vbucket.native.key_hashes import KeyHashes
 _T = TypeVar("_T")
 
 AGAIN_S: Final = 0.1
+GROUPS_AT_ONCE: Final = 2
+"""Groups of PARTITIONS_AT_ONCE that are under way, so that one side works while the other does."""
 _LATER: Final = frozenset({Status.NOT_MY_VBUCKET, *RETRY_STATUSES})
 _UNKNOWN: Final = frozenset({Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 
@@ -291,6 +302,29 @@ class HashReader(Copy):
                     self._cluster.learn(frame.value, link.address.host)
             except (ConnectError, ConnectionLostError, OperationTimeoutError, TopologyError):
                 continue
+
+
+async def differences(first: Copy, second: Copy) -> AsyncGenerator[list[Difference]]:
+    """Yield the keys that differ, in the order of partitions and keys. Raises NotComparableError,
+    and what reading raises. Who does not read to the end closes it before the copies.
+    """
+    count = partitions_of(first, second)
+    comparison = Comparison(first, second)
+    running: deque[asyncio.Task[list[list[Difference]]]] = deque()
+    try:
+        for start in range(0, count, PARTITIONS_AT_ONCE):
+            vb_ids = range(start, min(start + PARTITIONS_AT_ONCE, count))
+            running.append(asyncio.create_task(comparison.of_group(vb_ids)))
+            if len(running) == GROUPS_AT_ONCE:
+                for found in await running.popleft():
+                    yield found
+        while running:
+            for found in await running.popleft():
+                yield found
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:

@@ -20,16 +20,14 @@ from clients.consumer.supervisor import differences_of
 from clients.errors import ConnectError, NotMyVbucketError, UnknownCollectionError
 from clients.event import Differences, Mutation, Rollback
 from clients.kv.differences import (
-    GROUPS_AT_ONCE,
     PARTITIONS_AT_ONCE,
     Copy,
     Difference,
     NotComparableError,
     RowsCopy,
     checked_collections,
-    differences,
 )
-from clients.kv.hash_reads import HashReader
+from clients.kv.hash_reads import GROUPS_AT_ONCE, HashReader, differences
 from clients.kv.held import ROW, ROW_FORM, Held
 from clients.kv.resync import Resync
 from clients.link.pipelined_link import Link

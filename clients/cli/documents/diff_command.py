@@ -110,7 +110,7 @@ class _Comparison:
         return EXIT_FAILED if self._found else EXIT_OK
 
     async def _differences(self, one: Copy, two: Copy) -> AsyncIterator[Difference]:
-        from clients.kv.differences import differences
+        from clients.kv.hash_reads import differences
 
         async with aclosing(differences(one, two)) as found:
             async for some in found:
