@@ -28,7 +28,7 @@ class Ceiling(NamedTuple):
 CEILINGS: Final = {
     "SET": Ceiling(16, 34, 16, 34),
     "GET": Ceiling(6, 10, 6, 10),
-    "stream request, ROLLBACK": Ceiling(16, 32, 15, 30),
+    "stream request, ROLLBACK": Ceiling(15, 29, 15, 29),
     "stream request, backlog from memory": Ceiling(24, 64, 20, 45),
     "SET with one live stream": Ceiling(19, 43, 19, 43),
     "stream request, backlog from LMDB": Ceiling(27, 80, 20, 45),

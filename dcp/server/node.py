@@ -46,9 +46,8 @@ from dcp.server.net.cut_timer import CutTimer
 from dcp.server.net.sessions import Sessions
 from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
-from dcp.server.observe.event_log import EventLog, MembershipOverError, event_of
+from dcp.server.observe.event_log import EventLog, MembershipOverError, RefusalLog, event_of
 from dcp.server.observe.housekeeping import BackgroundWork, Housekeeping, Tasks
-from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tracing import Tracing
 from dcp.server.operate.backup_reports import Backups
@@ -195,7 +194,7 @@ class Node:
         self.connections = Connections(settings)
         self._hub: StreamHub = StreamHub()
         self.meter.tracing = tracing_of(settings, self._hub)
-        self._refusals = RefusalLog(log, self.meter)
+        self._refusals = RefusalLog(log)
         self._background = BackgroundWork(Tasks(self._fail), Housekeeping(self.meter, log))
         self._store_queue = StoreQueue(StoreSupervisor(self._start_store_process), log)
         self.ending = Ending()
@@ -511,7 +510,8 @@ class Node:
         sources = MetricSources(
             self.about, meter, health, engine, write.merging, write.scrubbing, write.pager,
             self.views, self._hub,
-            connections, access, crowd, faults, ChangeAges(), self._cluster_sources(),
+            connections, access, crowd, faults, self._refusals, ChangeAges(),
+            self._cluster_sources(),
         )  # fmt: skip
         operations = Operations(
             engine, connections, write.merging, write.compaction, write.commits, faults,

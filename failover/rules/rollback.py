@@ -180,7 +180,7 @@ def _place(question: Question, known: _Known) -> Decision:
 
 def _unknown_reason(question: Question, log: FailoverLog) -> str:
     """Return the reason for a rollback to 0 if no version is shared."""
-    ours = _listed([f"{vb_uuid} from seqno {seqno}" for vb_uuid, seqno in log.pairs()])
+    ours = _listed([f"{vb_uuid} from seqno {seqno}" for vb_uuid, seqno, _ in log.entries])
     theirs = _listed([str(vb_uuid) for vb_uuid, _ in question.versions]) or str(question.vb_uuid)
     return (
         f"The client is at seqno {question.start_seqno}, and none of its versions ({theirs}) is in"

@@ -10,8 +10,7 @@ from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.config.sources import LiveSettings
 from dcp.server.net.cluster_config import ClusterConfig
-from dcp.server.observe.event_log import EventLog
-from dcp.server.observe.log_limiter import RefusalLog
+from dcp.server.observe.event_log import EventLog, RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.operate.backup_reports import Backups
 from dcp.server.operate.cluster_reports import ClusterBrief

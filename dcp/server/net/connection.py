@@ -21,7 +21,7 @@ from dcp.server.net.connections import LARGE_BYTES, Connections, OpenConnection
 from dcp.server.net.held_bytes import Outgoing
 from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.server.observe.log_limiter import RefusalLog
+from dcp.server.observe.event_log import RefusalLog
 from dcp.server.observe.meter import TEXT_COMMAND, Meter, SlowOperation, command_of
 from dcp.server.observe.tracing import Facts
 from dcp.server.storage.committer import Committer

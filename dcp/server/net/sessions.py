@@ -12,9 +12,8 @@ from dcp.core.groups import Published
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
-from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.event_log import EventLog, RefusalLog
 from dcp.server.observe.housekeeping import Tasks
-from dcp.server.observe.log_limiter import RefusalLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.process.scrubbing import Scrubbing
 from dcp.session.answers.held_answers import HeldAnswers
@@ -128,7 +127,7 @@ class Sessions:
                 self._log.debug(event, peer=peer, **fields)
             else:
                 self._refusals.write(event, peer_host, peer=peer, **fields)
-        self._meter.suppressed_log_lines += notes.left_out
+        self._refusals.suppressed_lines += notes.left_out
         notes.lines.clear()
         notes.left_out = 0
 

@@ -13,8 +13,8 @@ from dcp.server.access.access import Access
 from dcp.server.net.connections import Connections
 from dcp.server.net.cut_timer import CutTimer
 from dcp.server.observe.elapsed import elapsed_ns
+from dcp.server.observe.event_log import RefusalLog
 from dcp.server.observe.housekeeping import Housekeeping
-from dcp.server.observe.log_limiter import RefusalLog
 from vbucket.engine.read_view import Views
 
 TICK_S: Final = 0.25

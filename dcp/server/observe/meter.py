@@ -255,7 +255,6 @@ class Meter:
         """By task."""
         self.faults = 0
         self.failovers = 0
-        self.suppressed_log_lines = 0
 
     def noted(self, event: str, fields: dict[str, object]) -> None:
         """Count an event that a session noted."""

@@ -11,6 +11,7 @@ from dcp.server.access.access import Access
 from dcp.server.net.connections import Connections
 from dcp.server.net.crowd import Crowd
 from dcp.server.observe.about import About
+from dcp.server.observe.event_log import RefusalLog
 from dcp.server.observe.meter import Histogram, Meter
 from dcp.server.report.consumer_watch import ChangeAges
 from dcp.server.storage.health import Health
@@ -52,6 +53,7 @@ class MetricSources(NamedTuple):
     access: Access
     admin_crowd: Crowd
     faults: FaultTable
+    refusals: RefusalLog
     ages: ChangeAges
     cluster: ClusterSources | None
     """None: the node is alone."""

@@ -504,7 +504,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_log_lines_left_out_total", "counter", "", (),
         "Log lines about refusals that were suppressed because one peer caused too many.",
-        "rising: see dcpd_refusals_total", one(lambda of: of.meter.suppressed_log_lines),
+        "rising: see dcpd_refusals_total", one(lambda of: of.refusals.suppressed_lines),
     ),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Final
 
-from dcp.server.observe.log_limiter import RefusalLog
+from dcp.server.observe.event_log import RefusalLog
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.observe.log_limiter import BURST, KEYS_MAX, LINES_PER_S, LogLimiter
+from dcp.server.observe.event_log import BURST, KEYS_MAX, LINES_PER_S, LogLimiter
 
 steps = st.lists(
     st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), st.floats(0, 20)),
