@@ -36,7 +36,7 @@ CEILINGS: Final = {
     "master: a group begins, to two replicas": Ceiling(12, 26, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
     "replica: synced, acknowledgement out": Ceiling(16, 25, 10, 18),
-    "master: acknowledgement in, committed": Ceiling(13, 22, 11, 17),
+    "master: acknowledgement in, committed": Ceiling(10, 16, 10, 16),
 }
 TRIES: Final = 10
 """A timer of the node may fall into a flow, so the shortest way of some runs counts."""

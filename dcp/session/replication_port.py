@@ -29,7 +29,8 @@ NEWS_WAIT_NS: Final = 10_000_000
 """How long output may wait that `can_wait`. Only GET_REPLICA shows the difference, and the next
 commit group brings it earlier. A message of its own costs each replica as much as a small group."""
 
-ACK_EXTRAS_BYTES: Final = 16
+ACK_EXTRAS_BYTES: Final = 32
+"""Of one that says nothing of streams, as nearly all (`failover.replication.messages.pack_ack`)."""
 ACK_HEAD: Final = HEADER.pack(
     Magic.REQUEST, Opcode.X_REPLICA_ACK, 0, ACK_EXTRAS_BYTES, 0, 0, ACK_EXTRAS_BYTES, 0, 0
 )

@@ -7,8 +7,9 @@ from types import FrameType
 
 import pytest
 
-from dcp.session.replication_port import ReplicationError
-from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.session.replication_port import ACK_BYTES, ACK_HEAD, ReplicationError
+from dcp.session.session import Session
+from dcp.wire.frame import HEADER_BYTES, Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from failover.replication import link
 from failover.replication.messages import (
@@ -17,7 +18,9 @@ from failover.replication.messages import (
     Floors,
     GroupMessage,
     Message,
+    StoreSeen,
     checked_group,
+    pack_ack,
     pack_control_entry,
     pack_group,
     share,
@@ -197,6 +200,28 @@ def test_group_commits_when_whole_in_sync_set_has_it_on_disk() -> None:
     copies.move()
     assert committed(copies.a, 1) == 1
     assert copies.a.engine.commits.committed_group == copies.a.engine.commits.synced_group
+
+
+def test_an_acknowledgement_takes_the_short_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its length and its head tell it, see `dcp.session.replication_port`."""
+    packet = pack_ack(1, 2, StoreSeen(3, 4))
+    assert (len(packet), packet[:HEADER_BYTES]) == (ACK_BYTES, ACK_HEAD)
+    copies = level()
+    handled, resume = list[bytes](), Session.resume
+
+    def noted(session: Session, now_ns: int) -> None:
+        handled.append(bytes(session.state.buffer))
+        resume(session, now_ns)
+
+    monkeypatch.setattr(Session, "resume", noted)
+    for count in range(1, 10):
+        put(copies, 1)
+        copies.rest()
+        assert committed(copies.a, 1) == count
+    opcodes = [packet[1] for packet in handled if packet]
+    assert Opcode.X_REPLICA_ACK not in opcodes
 
 
 def test_replicas_learn_commits_by_the_number_of_the_message() -> None:
