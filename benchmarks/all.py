@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.child_process import say
 from benchmarks.report import number_text
-from benchmarks.run import check_names, form_told, names_of, say
+from benchmarks.run import check_names, form_told, names_of
 
 LOOP_ROUNDS: Final = 2_000_000
 LOOPS: Final = 3

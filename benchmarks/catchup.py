@@ -15,11 +15,13 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
 from vbucket.model.ids import NUM_VBUCKETS
 
+Follow = Callable[[int, int, dict[bytes, bytes]], Coroutine[Any, Any, None]]
 XREAD_COUNT: Final = 16
 """Entries of each stream per XREAD. Of 16 to 1,024 it was the fastest, by a fifth at most."""
 
@@ -121,12 +123,12 @@ def main() -> int:
     if options.peer == "redis":
         follow_redis(options.port, options.changes, state)
     else:
-        follow = {
+        follows: dict[str, Follow] = {
             "dcpd": partial(follow_batches, lazy=True),
             "events": partial(follow_batches, lazy=False),
             "each": follow_each, "nats": follow_nats,
-        }[options.peer]  # fmt: skip
-        asyncio.run(follow(options.port, options.changes, state))
+        }  # fmt: skip
+        asyncio.run(follows[options.peer](options.port, options.changes, state))
     seconds = time.perf_counter() - began
     print(json.dumps({"changes": options.changes, "keys": len(state), "seconds": seconds}))
     return 0

@@ -53,6 +53,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.child_process import generate, say
 from benchmarks.cluster_costs import (
     measure_away,
     measure_backup,
@@ -82,7 +83,7 @@ from benchmarks.cluster_sdk import longest_upsert_ms
 from benchmarks.generator import Load as GeneratorLoad
 from benchmarks.peers import Dcpd, descendants
 from benchmarks.report import Report
-from benchmarks.run import MIB, add_output_options, check_names, generate, names_of, reported, say
+from benchmarks.run import MIB, add_output_options, check_names, names_of, reported
 
 SHAPES: Final = ((1, 1), (8, 64))
 PEER_SHAPES: Final = ((1, 1), (1, 128), (8, 64))

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from benchmarks.child_process import say
 from benchmarks.cluster_nodes import CLUSTER, Nodes, NodesBehindCables, NodesOnEtcd, loaded
 from benchmarks.report import Report
-from benchmarks.run import say
 
 BEFORE_SECONDS: Final = 1.0
 """How long the load runs before the first fault."""

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.child_process import say
 from benchmarks.cluster_load import STAMP_BYTES, latencies, tell
 from benchmarks.cluster_nodes import CLUSTER, Nodes, loaded
 from benchmarks.report import Report
-from benchmarks.run import say
 from clients import Consumer, Mutation, Mutations
 from clients.cli.node.histogram import Histogram
 

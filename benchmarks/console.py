@@ -99,7 +99,7 @@ async def work_us(folder: Path) -> dict[str, float]:
     node = Node(settings, Users(folder / USERS_FILE), EventLog(logging.getLogger("console")))
     await node.start()
     sampler = node.serving.sampler
-    view = ConsoleView(sampler._sources, sampler, settings)  # noqa: SLF001
+    view = ConsoleView(sampler._sources, sampler)  # noqa: SLF001
 
     def best_us(*work: Callable[[], object]) -> float:
         found = []

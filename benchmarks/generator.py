@@ -145,11 +145,11 @@ class Connection:
 
     def send_next(self) -> bool:
         """Send the next batch, as much as the socket takes; False if there is none."""
-        batch, self.operations = next(self._batches, (b"", 0))
-        if not batch:
+        made, self.operations = next(self._batches, (b"", 0))
+        if not made:
             return False
         self.counter.begin(self.operations)
-        batch = self.counter.outgoing(batch)
+        batch = self.counter.outgoing(made)
         self.sent_ns = time.perf_counter_ns()
         try:
             sent = self.socket.send(batch)

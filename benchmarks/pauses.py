@@ -27,9 +27,10 @@ from socket import IPPROTO_TCP, TCP_NODELAY, create_connection
 from typing import Any, Final
 
 from benchmarks import workload
+from benchmarks.child_process import generate
 from benchmarks.generator import open_session
 from benchmarks.peers import Dcpd
-from benchmarks.run import LOAD_SHAPE, generate
+from benchmarks.run import LOAD_SHAPE
 from clients.cli.node.histogram import Histogram
 from dcp.wire.opcode import Opcode
 
@@ -98,7 +99,10 @@ def serve() -> None:
     """Run dcpd with a probe on its loop."""
     from dcp.server.main import main as run_server
 
-    run_server(lambda _node: Probe(Path(os.environ[REPORT_PATH])))
+    def watch(_node: object) -> None:
+        Probe(Path(os.environ[REPORT_PATH]))
+
+    run_server(watch)
 
 
 class ProbedDcpd(Dcpd):

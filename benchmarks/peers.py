@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final
@@ -344,7 +343,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-PEERS: Final[dict[str, Callable[[Path], Peer]]] = {
+PEERS: Final[dict[str, type[Peer]]] = {
     "dcpd": Dcpd,
     "dcpd-memcached": DcpdForMemcached,
     "redis": Redis,

@@ -104,7 +104,7 @@ class Client:
     @property
     def is_waiting(self) -> bool:
         """Whether answers wait."""
-        return bool(self._held)
+        return bool(self._held.batches)
 
 
 class ReplicaNode(CoreNode):
@@ -177,8 +177,12 @@ class ReplicaNode(CoreNode):
             if self.core is not None and published.group is not None:
                 self.core.group_synced(self.now_ns, published.group)
         if self.core is None:
-            for client in self.clients:
-                client.release()
+            self.release()
+
+    def release(self) -> None:
+        """Let the answers leave that may."""
+        for client in self.clients:
+            client.release()
 
     def forget_log(self) -> None:
         """Drop the log's bytes, which the benchmark does not read."""
@@ -280,7 +284,7 @@ class Trio:
         if any(isinstance(effect, Dial) for effect in effects):
             self.links.append(Link(self.master, node))
         elif effects:
-            node.timed(lambda: [client.release() for client in node.clients])
+            node.timed(node.release)
 
     def rest(self, ticks: int) -> None:
         """Let time pass, 50 ms at a time."""
@@ -323,6 +327,15 @@ class Trio:
 
 class _MasterStays:
     """The shell of `ReplicationCore`: nothing is written, and nobody is deposed."""
+
+    def now_ns(self) -> int:
+        return STARTED_NS
+
+    def take(self, effect: SessionEffect) -> None:
+        raise AssertionError(f"nothing is to be done: {effect}")
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        step()
 
     def ask_store(self, effects: Iterable[SessionEffect]) -> None:
         assert not list(effects), "all copies are in sync: no record changes"

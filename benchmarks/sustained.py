@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import workload
+from benchmarks.child_process import generate, say
 from benchmarks.generator import Load
 from benchmarks.peers import (
     PEERS,
@@ -35,11 +36,9 @@ from benchmarks.run import (
     MIB,
     add_output_options,
     check_names,
-    generate,
     names_of,
     record_sets,
     reported,
-    say,
 )
 from benchmarks.timeline import Lines, draw, sampled
 
