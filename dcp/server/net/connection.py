@@ -3,8 +3,8 @@
 Answers wait here until their commit group is committed; stream messages follow the answers. Memory
 for a peer is bounded: reading stops while the peer does not read, while too many answers wait for
 the disk, while a command that writes waits for room, while a command waits for a partition that is
-handed over to this node, and while a password is checked. Memory for all peers together has its own
-bounds (dcp.server.net.held_bytes).
+handed over to this node, while a password is checked, and while others are sent large answers.
+Memory for all peers together has its own bounds (dcp.server.net.held_bytes).
 """
 
 from __future__ import annotations
