@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +25,7 @@ from dcp.session.session import Session
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.waiting import until_so
 from vbucket.model.ids import vbucket_of
 
 TIMEOUT_S = 20.0
@@ -169,12 +170,6 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     await found.stop()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not is_so():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.001)
-
-
 async def test_large_answers_take_turns_and_small_ones_do_not_wait(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,11 +179,11 @@ async def test_large_answers_take_turns_and_small_ones_do_not_wait(
     assert await first.until(b"STORED\r\nSTORED\r\n")
     assert len(await first.get(b"big")) > 2_000_000
     assert len(await second.get(b"k")) < 100
-    await until(lambda: not large.is_spent)
+    await until_so(lambda: not large.is_spent)
     monkeypatch.setattr(large, "_next_turn", lambda: None)
     large.is_spent = True  # as after a large answer in this turn, which does not end
     first.send(b"get k\r\n")
-    await until(lambda: bool(large.waiting))
+    await until_so(lambda: bool(large.waiting))
     (connection,) = large.waiting
     first.send(b"get absent\r\n")
     assert await second.get(b"k") == b"VALUE k 0 1\r\nv\r\nEND\r\n", "it gets small answers"
@@ -204,6 +199,31 @@ async def test_large_answers_take_turns_and_small_ones_do_not_wait(
     await second.close()
 
 
+async def test_what_a_connection_asked_for_at_once_takes_turns_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of 4 MiB fill a session. It goes on in the next turn, after others."""
+    large = node.connections.large_answers
+    first, second = await TextClient.connect(node), await TextClient.connect(node)
+    first.send(b"set big 0 0 2000000\r\n" + bytes(2_000_000) + b"\r\n")
+    assert await first.until(b"STORED\r\n")
+    monkeypatch.setattr(large, "_next_turn", lambda: None)
+    first.send(b"get big\r\n" * 6)
+    for _ in range(3):
+        assert len(await first.until(b"END\r\n")) > 2_000_000
+    assert large.is_spent
+    for _ in range(5):
+        assert await second.get(b"absent") == b"END\r\n"
+    held = sorted(each.session.state.held_bytes for each in node.connections)
+    assert held == [0, len(b"get big\r\n" * 3)]
+    monkeypatch.undo()
+    large._next_turn()
+    for _ in range(3):
+        assert len(await first.until(b"END\r\n")) > 2_000_000
+    await first.close()
+    await second.close()
+
+
 async def test_who_is_gone_while_waiting_for_a_turn_is_forgotten(node: Node) -> None:
     large = node.connections.large_answers
     client = await TextClient.connect(node)
@@ -212,10 +232,10 @@ async def test_who_is_gone_while_waiting_for_a_turn_is_forgotten(node: Node) -> 
     assert await client.get(b"big")
     large.is_spent = True
     client.send(b"delete big\r\n")
-    await until(lambda: bool(large.waiting))
+    await until_so(lambda: bool(large.waiting))
     for connection in node.connections:
         connection.abort("the test ends it")
-    await until(lambda: not node.connections)
+    await until_so(lambda: not node.connections)
     assert not large.waiting
     await client.close()
     large.is_spent = False

@@ -45,7 +45,8 @@ Tables = dict[int, KeyHashes]
 """Collection id -> the hashes of its documents. A collection without documents may be missing."""
 ROWS_AT_ONCE: Final = 4096
 """Records that are in memory while documents are counted again."""
-_SCANNED_RECORDS: Final = 1 << 16
+SCANNED_RECORDS: Final = 1 << 16
+"""Records that are read in C without a pause: some milliseconds."""
 _KEY: Final = b"hashes"
 
 
@@ -81,7 +82,9 @@ def hashes_to_change(write: KvWrite, vb_id: int, record: PartitionRecord) -> Tab
     """
     tables = stored_hashes(write, vb_id, record)
     small = [each for each, table in (tables or {}).items() if table.is_small]
-    tree = write.tree(BY_KEY_TABLE) if small else None
+    tree = None
+    with suppress(StoreDamagedError):
+        tree = write.tree(BY_KEY_TABLE) if small else None
     if tables is not None and tree is not None:
         for collection_id in small:
             table = _counted_in_c(tree, vb_id, collection_id, tables[collection_id].documents)
@@ -96,7 +99,7 @@ def _counted_in_c(tree: KeyTree, vb_id: int, collection_id: int, documents: int)
     first: bytes | None = vb_id.to_bytes(2, "big") + form.prefix
     stop = vb_id.to_bytes(2, "big") + form.stop
     while first is not None:
-        rows, first = tree.within(first, stop, _SCANNED_RECORDS, b"\1", 0, *form) or ([], None)
+        rows, first = tree.within(first, stop, SCANNED_RECORDS, b"\1", 0, *form) or ([], None)
         table.change([], rows, form)
     return table
 

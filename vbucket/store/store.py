@@ -42,7 +42,13 @@ from vbucket.store.block import (
 )
 from vbucket.store.due import rows_end
 from vbucket.store.environment import Buffer, KvEnv, KvReader, KvWrite, StoreDamagedError, with_room
-from vbucket.store.hashes import ROWS_AT_ONCE, Tables, rows_at_once, stored_hashes
+from vbucket.store.hashes import (
+    ROWS_AT_ONCE,
+    SCANNED_RECORDS,
+    Tables,
+    rows_at_once,
+    stored_hashes,
+)
 from vbucket.store.key_record import (
     MetaFields,
     StoredMeta,
@@ -71,8 +77,6 @@ from vbucket.store.runs import CUTS, STRIPPED, RunBatch, cut_run_of_block, run_o
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
 
-SCANNED_RECORDS: Final = 1 << 16
-"""Records that are read in C without a pause: some milliseconds."""
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 """Made once; a store with fewer partitions uses the first of them."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)

@@ -409,7 +409,7 @@ class ClientConnection(asyncio.Protocol):
             self._go_on_soon()
 
     def _answered(self, answers: bytes, seconds: float) -> None:
-        """Measure how long a batch of commands took, and keep it if it was slow."""
+        """Measure how long a batch of commands took, keep it if it was slow, note large answers."""
         if len(answers) >= LARGE_BYTES:
             self._connections.large_answers.sent(self, len(answers))
         meter = self._meter

@@ -35,6 +35,7 @@ _FIELD_CHARS_MAX: Final = 500
 LINES_PER_S: Final = 0.2
 BURST: Final = 10
 KEYS_MAX: Final = 1024
+"""Pairs of event and peer whose lines are counted."""
 
 
 class KeptLine(NamedTuple):
