@@ -85,6 +85,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "a mirror's file keeps hashes": Feature(0, 140),
     "large answers take turns, so others wait for about one of them": Feature(0, 80),
     "hashes with more buckets, two groups of partitions compared at a time": Feature(0, 120),
+    "a server says in one answer in what it differs from a copy": Feature(0, 170),
     "a restore sends what differs by its hashes": Feature(1, 180),
     "damage is found and mended, also from copies and backups": Feature(12, 2580),
     "branches, lists of blocks and records of partitions are mended": Feature(2, 500),

@@ -1,9 +1,10 @@
 """Compares two copies of a collection by hashes, and reads only what differs. Pure.
 
-    hash of each partition -> its buckets -> keys and versions of the buckets that differ
+    hash of each partition -> keys and versions of the buckets that differ
 
-A `Copy` is one side: a server (`clients.kv.hash_reads`), a mirror's file, or rows that are read
-here (`RowsCopy`): an archive, a table. `docs/diff.md` says what is promised.
+One side has its hashes read, the other one is asked in what it differs from them. A server takes
+one request for that. A `Copy` is one side: a server (`clients.kv.hash_reads`), a mirror's file, or
+rows that are read here (`RowsCopy`): an archive, a table. `docs/diff.md` says what is promised.
 
 Invariant: of a partition whose hashes are equal nothing else is read.
 """
@@ -62,6 +63,14 @@ class Difference(NamedTuple):
         return "older on A" if self.first.rev_seqno < self.second.rev_seqno else "older on B"
 
 
+class Differing(NamedTuple):
+    """The buckets of a partition that differ, a byte for each of 2^bits, and what is in them."""
+
+    bits: int
+    buckets: bytes
+    versions: list[KeyVersion]
+
+
 class Copy(ABC):
     """The documents of one collection on one side, by partition."""
 
@@ -72,6 +81,8 @@ class Copy(ABC):
     partitions_seen = 0
     """It has at least so many."""
 
+    compares = False
+    """Whether it is sent the other side's hashes, and tells only in what it differs."""
     looks_up = False
     """Whether it costs less to look up keys that the other side has than to find a bucket's."""
     received_bytes = 0
@@ -103,6 +114,14 @@ class Copy(ABC):
         """Return the keys and versions in some buckets of partitions. `known`: what the other side
         has there, if that was read first.
         """
+
+    async def differing(self, tables: Mapping[int, KeyHashes]) -> dict[int, Differing]:
+        """Return in what its partitions differ from these hashes, of those that do."""
+        mine = await self.hashes(list(tables), BITS_MAX)
+        buckets = {vb_id: buckets_to_read(mine[vb_id], table) for vb_id, table in tables.items()}
+        wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
+        versions = await self.versions(wanted, {})
+        return {vb_id: Differing(*wanted[vb_id], found) for vb_id, found in versions.items()}
 
 
 class RowsCopy(Copy):
@@ -208,34 +227,32 @@ class Comparison:
 
     def __init__(self, first: Copy, second: Copy) -> None:
         self._first, self._second = first, second
-        self._bits = 0
-        """What a group is asked for first. Where most partitions of one differ, that is all buckets
-        of the next ones."""
+        self._most_differ = False
+        """Whether most partitions of a group did. Then the next ones are not asked for one hash of
+        each partition first."""
 
     async def of_group(self, vb_ids: Sequence[int]) -> list[list[Difference]]:
         """Return the keys that differ, by partition."""
-        first, second, bits = self._first, self._second, self._bits
-        tables = await self._unequal(vb_ids, bits)
-        self._bits = BITS_MAX if 2 * len(tables) > len(vb_ids) else 0
-        if tables and not bits:
-            tables = await self._unequal(list(tables), BITS_MAX)
-        buckets = {vb_id: buckets_to_read(*each) for vb_id, each in tables.items()}
-        wanted = {vb_id: found for vb_id, found in buckets.items() if found is not None}
-        if not wanted:
+        first, second = self._first, self._second
+        unequal = vb_ids if self._most_differ else await self._unequal(vb_ids)
+        is_second = second.compares or first.looks_up
+        asked, other = (second, first) if is_second else (first, second)
+        tables = await other.hashes(unequal, BITS_MAX) if unequal else {}
+        found = await asked.differing(tables) if tables else {}
+        self._most_differ = 2 * len(found) > len(vb_ids)
+        if not found:
             return []
-        last = first if first.looks_up else second
-        told = await (second if first.looks_up else first).versions(wanted, {})
-        looked_up = await last.versions(wanted, told)
-        ours, theirs = (looked_up, told) if last is first else (told, looked_up)
-        return [compared(vb_id, ours[vb_id], theirs[vb_id]) for vb_id in wanted]
+        told = {vb_id: each.versions for vb_id, each in found.items()}
+        wanted = {vb_id: (each.bits, each.buckets) for vb_id, each in found.items()}
+        looked_up = await other.versions(wanted, told)
+        ours, theirs = (looked_up, told) if is_second else (told, looked_up)
+        return [compared(vb_id, ours[vb_id], theirs[vb_id]) for vb_id in found]
 
-    async def _unequal(
-        self, vb_ids: Sequence[int], bits: int
-    ) -> dict[int, tuple[KeyHashes, KeyHashes]]:
-        """Return the hashes of both sides of those partitions whose hashes differ."""
-        one = await self._first.hashes(vb_ids, bits)
-        two = await self._second.hashes(vb_ids, bits)
-        return {vb_id: (one[vb_id], two[vb_id]) for vb_id in vb_ids if one[vb_id] != two[vb_id]}
+    async def _unequal(self, vb_ids: Sequence[int]) -> list[int]:
+        """Return the partitions whose hashes differ."""
+        one = await self._first.hashes(vb_ids, 0)
+        two = await self._second.hashes(vb_ids, 0)
+        return [vb_id for vb_id in vb_ids if one[vb_id] != two[vb_id]]
 
 
 def checked_collections(

@@ -14,12 +14,14 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from clients.address import ServerAddress
 from clients.errors import (
     ConnectError,
     ConnectionLostError,
+    InvalidRequestError,
     OperationTimeoutError,
     TopologyError,
     UnsupportedError,
@@ -31,6 +33,7 @@ from clients.kv.differences import (
     Comparison,
     Copy,
     Difference,
+    Differing,
     Known,
     Wanted,
     partitions_of,
@@ -50,6 +53,7 @@ from dcp.wire.hash_reads import (
     SentDocument,
     Told,
     What,
+    buckets_in,
     documents_in,
     told,
     versions_in,
@@ -64,6 +68,7 @@ _T = TypeVar("_T")
 AGAIN_S: Final = 0.1
 GROUPS_AT_ONCE: Final = 2
 """Groups of PARTITIONS_AT_ONCE that are under way, so that one side works while the other does."""
+_FROM_FIRST: Final[Mapping[int, bytes]] = MappingProxyType({})
 _LATER: Final = frozenset({Status.NOT_MY_VBUCKET, *RETRY_STATUSES})
 _UNKNOWN: Final = frozenset({Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 
@@ -104,6 +109,8 @@ class HashReader(Copy):
         self.name = seed.address.node
         self.num_vbuckets = seed.topology().num_vbuckets
         self.collection_id = 0
+        self.compares = True
+        """Until a server says that it cannot: an older one."""
         self.received_bytes = 0
         """Of the answers."""
 
@@ -160,10 +167,47 @@ class HashReader(Copy):
         """See Copy."""
         return {vb_id: keys.versions for vb_id, keys in (await self.keys(wanted)).items()}
 
-    async def keys(self, wanted: Wanted) -> dict[int, Keys]:
-        """Return the keys of buckets with the seqnos that they belong to."""
+    async def differing(self, tables: Mapping[int, KeyHashes]) -> dict[int, Differing]:
+        """See Copy."""
+        if not self.compares:
+            return await super().differing(tables)
+        requests = [
+            _Request(vb_id, What.DIFFERING, table.bits, value=bytes(table.sums))
+            for vb_id, table in tables.items()
+        ]
+        try:
+            answers = await self._asked(requests)
+        except InvalidRequestError:
+            self.compares = False
+            return await super().differing(tables)
+        found: dict[int, Differing] = {}
+        firsts: dict[int, bytes] = {}
+        for vb_id, (facts, value, node) in answers.items():
+            try:
+                buckets, keys = buckets_in(value, facts.bits, tables[vb_id].bits)
+                versions = versions_in(keys)
+            except ValueError as error:
+                raise ConnectError(f"what differs: {error}", vb_id=vb_id, node=node) from error
+            if any(buckets):
+                found[vb_id] = Differing(facts.bits, buckets, versions)
+            if facts.has_more:
+                if vb_id not in found or not versions:
+                    raise ConnectError("what differs: an endless answer", vb_id=vb_id, node=node)
+                firsts[vb_id] = versions[-1].key + b"\0"
+        if firsts:
+            wanted = {vb_id: (found[vb_id].bits, found[vb_id].buckets) for vb_id in firsts}
+            for vb_id, rest in (await self.keys(wanted, firsts)).items():
+                found[vb_id].versions.extend(rest.versions)
+        return found
+
+    async def keys(
+        self, wanted: Wanted, firsts: Mapping[int, bytes] = _FROM_FIRST
+    ) -> dict[int, Keys]:
+        """Return the keys of buckets with the seqnos that they belong to. `firsts`: partition ->
+        the logical key to begin at.
+        """
         found = {vb_id: Keys(0, []) for vb_id in wanted}
-        firsts = dict.fromkeys(wanted, b"")
+        firsts = {vb_id: firsts.get(vb_id, b"") for vb_id in wanted}
         while firsts:
             requests = [
                 _Request(vb_id, What.KEYS, wanted[vb_id][0], first, _numbers_of(wanted[vb_id][1]))

@@ -12,9 +12,8 @@ from clients.kv.differences import (
     NotComparableError,
     Wanted,
     check_partition,
-    version_of,
 )
-from clients.kv.held import ROW_FORM
+from clients.kv.held import ROW
 from clients.mirror.lmdb_mirror import LmdbStore
 from clients.mirror.mirror_state import rows_within
 from dcp.wire.hash_reads import KeyVersion
@@ -69,12 +68,13 @@ class MirrorCopy(Copy):
 
     async def versions(self, wanted: Wanted, known: Known) -> dict[int, list[KeyVersion]]:
         """See Copy."""
-        return {
-            vb_id: [
-                version_of(row, ROW_FORM)
-                for row in rows_within(
-                    self._store, vb_id, *each, [version.key for version in known.get(vb_id, ())]
-                )
+        found = {}
+        for vb_id, each in wanted.items():
+            others = [version.key for version in known.get(vb_id, ())]
+            rows = rows_within(self._store, vb_id, *each, others)
+            found[vb_id] = [
+                KeyVersion(key, cas, 0, rev)
+                for key, row in rows
+                for cas, rev in (ROW.unpack_from(row),)
             ]
-            for vb_id, each in wanted.items()
-        }
+        return found

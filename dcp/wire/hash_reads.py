@@ -5,23 +5,28 @@
       KEYS       key: the first one (logical, perhaps none there); value: u16 of each bucket of
                  2^bits
       DOCUMENTS  value: u64 seqno of each
+      DIFFERING  value: u64 of each bucket of 2^bits, the hashes of what the client holds
     answer     extras u64 vb_uuid, u64 seqno, u64 documents, u8 bits, u8 more; value:
       HASHES     u64 of each bucket; fewer bits than asked for if the partition has no more
       KEYS       of each document of the buckets, ascending: u16 key length, key, u64 CAS, u64
                  seqno, u64 revision. more: ask again, from the last key and a zero byte on
       DOCUMENTS  the same, and u32 flags, u32 expiry, u8 datatype, u32 length, value. Seqnos whose
                  version is not there any more are left out. more: ask again for what is missing
+      DIFFERING  u16 how many buckets differ, u16 of each, and their documents as KEYS answers. They
+                 are buckets of 2^bits as the answer has it: fewer bits if the partition has no
+                 more. more: ask for the rest as KEYS
 
-HASHES and KEYS show all documents of the collection as of the seqno that the answer names.
+HASHES, KEYS and DIFFERING show all documents of the collection as of the seqno that the answer
+names.
 
 Who calls it: `dcp.session.kv.hash_reads` answers, `clients.streaming.hash_reads` asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from struct import Struct
+from struct import Struct, pack
 from struct import error as StructError  # noqa: N812 - the struct module names its error in lower case
 from typing import Final, NamedTuple
 
@@ -43,6 +48,7 @@ class What(IntEnum):
     HASHES = 0
     KEYS = 1
     DOCUMENTS = 2
+    DIFFERING = 3
 
 
 class Told(NamedTuple):
@@ -79,9 +85,18 @@ def pack_version(version: KeyVersion) -> bytes:
     return _KEY_BYTES.pack(len(version.key)) + version.key + _VERSION.pack(*version[1:])
 
 
-def pack_key(key: bytes, version: bytes) -> bytes:
-    """Return the same of a key whose CAS, seqno and revision are packed already."""
-    return _KEY_BYTES.pack(len(key)) + key + version
+def pack_keys(rows: Iterable[tuple[bytes, bytes]], start: int, version: slice) -> bytes:
+    """Return the same of rows: the key begins at `start`, and `version` is where the value has CAS,
+    seqno and revision as they are sent.
+    """
+    key_bytes = _KEY_BYTES.pack
+    return b"".join(
+        [
+            part
+            for key, value in rows
+            for part in (key_bytes(len(key) - start), key[start:], value[version])
+        ]
+    )
 
 
 def pack_document(document: SentDocument) -> bytes:
@@ -144,6 +159,31 @@ def _documents(value: bytes) -> Iterator[tuple[KeyVersion, int, int]]:
 
 def _cut_short(value: bytes) -> ValueError:
     return ValueError(f"an answer of {len(value)} bytes is cut short")
+
+
+def pack_buckets(wanted: bytes) -> bytes:
+    """Return how many buckets are wanted, and which; `wanted` has a byte, 0 or 1, for each."""
+    numbers = [at for at, is_wanted in enumerate(wanted) if is_wanted]
+    return pack(f">{1 + len(numbers)}H", len(numbers), *numbers)
+
+
+def buckets_in(value: bytes, bits: int, most: int) -> tuple[bytes, bytes]:
+    """Return a byte for each of 2^bits buckets, 1 for those that an answer begins with, and the
+    rest of the answer. `most`: the bits that were asked for. Raises ValueError.
+    """
+    if bits > most:
+        raise ValueError(f"{bits} bits, where {most} were asked for")
+    if len(value) < BUCKET.size:
+        raise _cut_short(value)
+    end = BUCKET.size * (1 + BUCKET.unpack_from(value)[0])
+    wanted = bytearray(1 << bits)
+    if end > len(value):
+        raise _cut_short(value)
+    for (number,) in BUCKET.iter_unpack(value[BUCKET.size : end]):
+        if number >= len(wanted):
+            raise ValueError(f"there is no bucket {number} of {len(wanted)}")
+        wanted[number] = 1
+    return bytes(wanted), value[end:]
 
 
 def numbers_in(value: bytes, form: Struct, most: int) -> Sequence[int]:

@@ -368,9 +368,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         " its own",
     ),
     Opcode.X_READ_HASHES: OpSpec(
-        _P, "u8 what, u8 bits, u32 collection", "(key) (value u16 buckets, or u64 seqnos)",
+        _P, "u8 what, u8 bits, u32 collection",
+        "(key) (value u16 buckets, u64 seqnos, or u64 hashes)",
         "hashes of a collection's documents in a partition (0), the keys and versions in some of"
-        " their buckets (1), documents by seqno (2): see [diff.md](diff.md)",
+        " their buckets (1), documents by seqno (2), keys and versions in the buckets that differ"
+        " from a copy's (3): see [diff.md](diff.md)",
     ),
     Opcode.STOP_PERSISTENCE: OpSpec(
         _P, "-", "-",

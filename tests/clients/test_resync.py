@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.frame import Frame
 from dcp.wire.hash_reads import KeyVersion, pack_version, versions_in
+from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import VbState
@@ -255,6 +256,91 @@ def test_where_most_differ_all_buckets_are_asked_for_at_once() -> None:
     assert bits_of[0] == [0, BITS_MAX]
     assert all(bits_of[first] == [BITS_MAX] for first in groups[GROUPS_AT_ONCE:])
     assert other.most == GROUPS_AT_ONCE
+
+
+class ServerAndCopy:
+    """A server, and a copy that lacks one of its documents, has another value of one, and has one
+    that the server has not.
+    """
+
+    def __init__(self) -> None:
+        node = MemoryNode(partitions=PARTITIONS)
+        apply(node, ("set", 0, 300))
+        node.merge()
+        apply(node, ("set", 5, 20))
+        self.link = PeerLink(node)
+        self.reader = HashReader(self.link, 5.0)  # type: ignore[arg-type]
+        everything = dict.fromkeys(range(PARTITIONS), (0, b"\x01"))
+        versions = asyncio.run(self.reader.versions(everything, {}))
+        held = {
+            each.key: (each.cas, each.rev_seqno) for found in versions.values() for each in found
+        }
+        lacking, stale, *_ = held
+        del held[lacking]
+        held[stale], held[b"only here"] = (1, 1), (1, 1)
+        self.copy = HeldCopy("copy", held, PARTITIONS)
+        self.wanted = {lacking: "missing on B", stale: "older on B", b"only here": "missing on A"}
+        self.link.batches = 0
+
+    def answers(self, change: Callable[[Frame], Frame]) -> None:
+        """Change each answer of the server from now on."""
+        send = self.link.send_batch
+
+        async def changed(*args: Any, **kwargs: Any) -> list[Frame]:
+            return [change(frame) for frame in await send(*args, **kwargs)]
+
+        self.link.send_batch = changed  # type: ignore[method-assign]
+
+    def kinds(self) -> dict[bytes, str]:
+        return {each.key: each.kind for each in found_between(self.reader, self.copy)}
+
+
+def test_a_server_tells_in_one_answer_in_what_it_differs() -> None:
+    both = ServerAndCopy()
+    assert both.kinds() == both.wanted
+    assert both.link.batches == 2, "one hash of each partition, and what differs"
+    assert len(found_between(both.copy, both.reader)) == len(both.wanted)
+    assert both.link.batches == 4
+
+
+def test_a_long_list_of_what_differs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ServerAndCopy()
+    both.copy.held.clear()
+    monkeypatch.setattr("dcp.session.kv.hash_reads.LISTED_BYTES_MAX", 500)
+    found = both.kinds()
+    assert len(found) == 300
+    assert set(found.values()) == {"missing on B"}
+    assert both.link.batches > 10
+
+
+def test_an_older_server_is_asked_for_hashes_and_keys() -> None:
+    both = ServerAndCopy()
+
+    def unknown(frame: Frame) -> Frame:
+        is_new = len(frame.value) > 64 and both.link.batches == 2
+        return frame._replace(status=Status.EINVAL, value=b"{}") if is_new else frame
+
+    both.answers(unknown)
+    assert both.kinds() == both.wanted
+    assert both.link.batches == 4, "it was asked once more, in the older way"
+    assert not both.reader.compares
+
+
+@pytest.mark.parametrize("what", ["bits", "cut short", "endless"])
+def test_a_server_that_lies_about_what_differs_is_named(what: str) -> None:
+    both = ServerAndCopy()
+
+    def lie(frame: Frame) -> Frame:
+        if both.link.batches != 2:
+            return frame
+        if what == "cut short":
+            return frame._replace(value=frame.value[:-1])
+        bits_and_more = b"\xc8\0" if what == "bits" else frame.extras[-2:-1] + b"\1"
+        return frame._replace(extras=frame.extras[:-2] + bits_and_more, value=bytes(2))
+
+    both.answers(lie)
+    with pytest.raises(ConnectError, match=rf"what differs: .*{what}.*node:1"):
+        both.kinds()
 
 
 async def test_a_comparison_that_is_closed_asks_for_nothing_more() -> None:

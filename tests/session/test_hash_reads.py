@@ -15,7 +15,9 @@ from dcp.wire.hash_reads import (
     SEQNO,
     KeyVersion,
     What,
+    buckets_in,
     documents_in,
+    pack_buckets,
     told,
     versions_in,
 )
@@ -104,6 +106,41 @@ def test_a_long_list_goes_on_where_it_ended(
     assert [version.key for version in found] == sorted(KEYS[3:200])
 
 
+@pytest.mark.parametrize(("asked_bits", "bits"), [(2, 2), (4, 4), (9, 4)])
+def test_what_differs_from_a_copy_is_listed(node: MemoryNode, asked_bits: int, bits: int) -> None:
+    peer = node.connect()
+    versions = all_versions(peer)
+    stale = [version._replace(cas=1) if version.key == KEYS[7] else version for version in versions]
+    for copy, changed in ((versions, []), (stale, [KEYS[7]]), (versions[1:], [versions[0].key])):
+        mine = KeyHashes(asked_bits)
+        rows = [(v.key, ROW.pack(v.cas, v.rev_seqno)) for v in copy]
+        mine.change([], rows, RowForm(0, b"", 0, 8))
+        answer = asked(peer, What.DIFFERING, bits=asked_bits, value=bytes(mine.sums))
+        facts = told(answer)
+        assert (facts.bits, facts.seqno, facts.has_more) == (bits, 204, 0)
+        buckets, keys = buckets_in(answer.value, bits, asked_bits)
+        wanted = {hash_of_key(key) >> 64 - bits for key in changed}
+        assert buckets == bytes(at in wanted for at in range(1 << bits))
+        assert versions_in(keys) == [
+            version for version in versions if hash_of_key(version.key) >> 64 - bits in wanted
+        ]
+        assert facts.documents == len(versions_in(keys))
+
+
+def test_the_buckets_of_an_answer_are_checked() -> None:
+    assert buckets_in(b"\0\0keys", 3, 4) == (bytes(8), b"keys")
+    assert buckets_in(pack_buckets(b"\0\1\0\1") + b"keys", 2, 2) == (b"\0\1\0\1", b"keys")
+    for value in (b"", b"\0", b"\0\1", b"\0\2\0\0"):
+        with pytest.raises(ValueError, match="cut short"):
+            buckets_in(value, 3, 3)
+    with pytest.raises(ValueError, match="there is no bucket 8 of 8"):
+        buckets_in(b"\0\1\0\x08", 3, 3)
+    with pytest.raises(ValueError, match="200 bits, where 3 were asked for"):
+        buckets_in(b"\0\0", 200, 3)
+    with pytest.raises(ValueError, match="200 bits, above 12"):
+        KeyHashes(200, 1, b"")
+
+
 def test_long_work_takes_turns_and_gives_the_same(
     node: MemoryNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +154,7 @@ def test_long_work_takes_turns_and_gives_the_same(
         return [
             asked(peer, What.HASHES, bits=4), asked(peer, What.KEYS, value=BUCKET.pack(0)),
             asked(peer, What.DOCUMENTS, value=seqnos),
+            asked(peer, What.DIFFERING, bits=2, value=bytes(32)),
         ]  # fmt: skip
 
     monkeypatch.setattr("dcp.session.kv.hash_reads.STEP_SEQNOS", 10_000)
@@ -131,9 +169,10 @@ def test_long_work_takes_turns_and_gives_the_same(
         peer.state.shared.long_queue, "enter", lambda *args: (entered.append(args), enter(*args))
     )
     found = answers()
-    assert len(entered) == 3
+    assert len(entered) == 4
     assert [each.value for each in found] == [each.value for each in wanted]
     assert len(versions_in(found[1].value)) == 277
+    assert found[3].value == pack_buckets(b"\1\1\1\1") + found[1].value
 
 
 def test_documents_come_by_their_seqnos(node: MemoryNode) -> None:
@@ -172,7 +211,10 @@ def test_an_answer_waits_until_what_it_tells_is_committed(node: MemoryNode) -> N
 @pytest.mark.parametrize(
     ("parts", "status"),
     [
+        ({"what": 4}, Status.EINVAL),
         ({"what": 3}, Status.EINVAL),
+        ({"what": 3, "bits": 2, "value": bytes(16)}, Status.EINVAL),
+        ({"what": 3, "bits": 0, "value": bytes(8), "key": b"k"}, Status.EINVAL),
         ({"what": 0, "bits": 13}, Status.EINVAL),
         ({"what": 0, "value": b"x"}, Status.EINVAL),
         ({"what": 1}, Status.EINVAL),

@@ -23,7 +23,7 @@ from vbucket.engine.partition import Partition
 from vbucket.engine.versions import Versions
 from vbucket.model.entry import is_deleted
 from vbucket.model.manifest import encode_leb128
-from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row, rows_of_buckets
+from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row, differing, rows_of_buckets
 from vbucket.store.hashes import ROWS_AT_ONCE, form_of
 from vbucket.store.key_record import BY_KEY_RECORD, by_key_items
 
@@ -31,6 +31,8 @@ STEP_KEYS: Final = 1000
 """Unmerged keys that are folded in between two pauses: some milliseconds."""
 LISTED_BYTES_MAX: Final = 1 << 20
 """Keys and records that one answer lists."""
+ROW_BYTES_MAX: Final = 511 + BY_KEY_RECORD.size
+"""Of a key in the store (`vbucket.store.environment`) with its record."""
 
 
 class Hashed(NamedTuple):
@@ -50,6 +52,16 @@ class Listed(NamedTuple):
     seqno: int
     rows: list[Row]
     has_more: bool
+
+
+class Differing(NamedTuple):
+    """In what a partition differs from the hashes of a copy: a byte for each of 2^bits buckets, 1
+    if it differs, and the keys in these.
+    """
+
+    bits: int
+    buckets: bytes
+    listed: Listed
 
 
 class _ChangedError(Exception):
@@ -102,12 +114,7 @@ def hashed(
     while True:
         work = _Work(versions, part, collection_id)
         try:
-            table = yield from _table_of(versions, part, collection_id, work)
-            for at, some in enumerate(work.unmerged()):
-                if at:
-                    yield from work.pause()
-                old = versions.stored_rows_of(part, some)
-                table.change(old, work.rows_of(some), work.form)
+            table = yield from _table_now(versions, part, collection_id, work)
         except _ChangedError:
             continue
         return Hashed(work.vb_uuid, work.seqno, table)
@@ -132,6 +139,46 @@ def listed(
         except _ChangedError:
             continue
         return Listed(work.vb_uuid, work.seqno, rows, has_more)
+
+
+def differing_from(
+    versions: Versions,
+    part: Partition,
+    collection_id: int,
+    copy: KeyHashes,
+    bytes_max: int = LISTED_BYTES_MAX,
+) -> Generator[None, None, Differing]:
+    """Return in what a partition differs from a copy with these hashes; `copy.documents` does not
+    count. Raises StoreDamagedError.
+    """
+    while True:
+        work = _Work(versions, part, collection_id)
+        try:
+            table = yield from _table_now(versions, part, collection_id, work)
+            bits = min(table.bits, copy.bits)
+            wanted = differing(table.at(bits), copy.at(bits))
+            rows: list[Row] = []
+            has_more = False
+            if any(wanted):
+                rows, has_more = yield from _rows(
+                    versions, part, work, bits, wanted, b"", bytes_max
+                )
+        except _ChangedError:
+            continue
+        return Differing(bits, wanted, Listed(work.vb_uuid, work.seqno, rows, has_more))
+
+
+def _table_now(
+    versions: Versions, part: Partition, collection_id: int, work: _Work
+) -> Generator[None, None, KeyHashes]:
+    """Return the hashes of what is in the store and in memory."""
+    table = yield from _table_of(versions, part, collection_id, work)
+    for at, some in enumerate(work.unmerged()):
+        if at:
+            yield from work.pause()
+        old = versions.stored_rows_of(part, some)
+        table.change(old, work.rows_of(some), work.form)
+    return table
 
 
 def _table_of(
@@ -178,8 +225,8 @@ def _rows(
         rows, go_on = versions.stored_rows_within(part, go_on, form, bits, wanted)
         more = [row for row in rows if row[0][2:] not in work.newest]
         found += more
-        limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
         if go_on is not None:
+            limit -= sum(len(key) + BY_KEY_RECORD.size for key, _ in more)
             if limit <= 0:
                 break
             yield from work.pause()
@@ -195,6 +242,8 @@ def _cut(rows: list[Row], bytes_max: int) -> bool:
     So those that were left out come after all that an answer can have.
     """
     rows.sort()
+    if len(rows) * ROW_BYTES_MAX < bytes_max:
+        return False
     end = size = 0
     while end < len(rows) and size < bytes_max:
         size += len(rows[end][0]) + BY_KEY_RECORD.size

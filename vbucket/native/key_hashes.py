@@ -20,7 +20,8 @@ Who calls it: the store, which keeps such tables, and clients, which compare the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import ne
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -93,6 +94,8 @@ class KeyHashes:
     __slots__ = ("bits", "documents", "sums")
 
     def __init__(self, bits: int = 0, documents: int = 0, sums: bytes = b"") -> None:
+        if bits > BITS_MAX:
+            raise ValueError(f"{bits} bits, above {BITS_MAX}")
         self.bits = bits
         self.documents = documents
         self.sums = bytearray(sums or 8 << bits)
@@ -149,9 +152,9 @@ def rows_of_buckets(rows: list[Row], form: RowForm, bits: int, wanted: bytes) ->
     return [row for row in rows for bucket, _ in _hashes([row], form, bits) if wanted[bucket]]
 
 
-def differing(mine: Sequence[int] | bytes, other: Sequence[int] | bytes) -> bytes:
+def differing(mine: bytes, other: bytes) -> bytes:
     """Return a byte for each bucket of two levels with the same bits: 1 if the sums differ."""
-    return bytes(mine[at : at + 8] != other[at : at + 8] for at in range(0, len(mine), 8))
+    return bytes(map(ne, memoryview(mine).cast("Q"), memoryview(other).cast("Q")))
 
 
 def _hashes(rows: list[Row], form: RowForm, bits: int) -> Iterable[tuple[int, int]]:

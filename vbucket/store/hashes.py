@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -114,6 +115,7 @@ def put_hashes(write: KvWrite, vb_id: int, record: PartitionRecord, tables: Tabl
     write.put(META_TABLE, key, pack_document(META_TABLE, key, document))
 
 
+@lru_cache(maxsize=64)
 def form_of(collection_id: int) -> RowForm:
     """Return what the records of a collection's documents look like."""
     return RowForm(2, encode_leb128(collection_id), 2, 18, int(Opcode.DCP_MUTATION))

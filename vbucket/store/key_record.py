@@ -26,8 +26,8 @@ BY_KEY_NUMBERS: Final = Struct(">BxQQQ")
 MetaFields = tuple[int, int, int, int, int, int, int, int]
 """The fields of BY_KEY_RECORD."""
 NO_EXPIRY: Final = bytes(4)
-version_bytes_of: Final = itemgetter(slice(2, 26))
-"""CAS, seqno and revision in a record, as three u64."""
+VERSION_BYTES: Final = slice(2, 26)
+"""Where a record has CAS, seqno and revision, as three u64."""
 expiry_bytes_of: Final = itemgetter(slice(BY_KEY_RECORD.size - 8, BY_KEY_RECORD.size - 4))
 """The expiry of a record, as bytes."""
 

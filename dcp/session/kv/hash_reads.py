@@ -31,17 +31,18 @@ from dcp.wire.hash_reads import (
     SentDocument,
     What,
     numbers_in,
+    pack_buckets,
     pack_document,
-    pack_key,
+    pack_keys,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
-from vbucket.engine.hashes import LISTED_BYTES_MAX, hashed, listed
+from vbucket.engine.hashes import LISTED_BYTES_MAX, Listed, differing_from, hashed, listed
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import DATATYPE_AT, MUTATION_KEY_AT, is_deleted, key_of
 from vbucket.model.manifest import encode_leb128
-from vbucket.native.key_hashes import BITS_MAX, Row
-from vbucket.store.key_record import BY_KEY_RECORD, by_key_item, checked_meta, version_bytes_of
+from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row
+from vbucket.store.key_record import BY_KEY_RECORD, VERSION_BYTES, by_key_item, checked_meta
 from vbucket.store.plain_value import plain_body
 
 STEP_SEQNOS: Final = 128
@@ -58,6 +59,7 @@ class HashReads:
             What.HASHES: self._hashes,
             What.KEYS: self._keys,
             What.DOCUMENTS: self._documents,
+            What.DIFFERING: self._differing,
         }
 
     def handlers(self) -> dict[int, Callable[[Frame], None]]:
@@ -115,10 +117,24 @@ class HashReads:
         found = yield from listed(
             versions, part, collection_id, bits, bytes(wanted), request.key, LISTED_BYTES_MAX
         )
+        self._answer_keys(request, found, bits)
+
+    def _differing(self, request: Frame) -> Steps:
+        _, bits, collection_id = ASKED.unpack(request.extras)
+        if request.key or len(request.value) != 8 << bits:
+            why = f"a request for what differs has no key and {8 << bits} bytes of hashes"
+            raise RefusedError(Status.EINVAL, why)
+        copy = KeyHashes(bits, 0, request.value)
+        part, versions = self._partition(request), self._state.engine.versions
+        found = yield from differing_from(versions, part, collection_id, copy, LISTED_BYTES_MAX)
+        self._answer_keys(request, found.listed, found.bits, pack_buckets(found.buckets))
+
+    def _answer_keys(self, request: Frame, found: Listed, bits: int, before: bytes = b"") -> None:
+        """Answer keys with their versions; `before` comes first."""
+        _, _, collection_id = ASKED.unpack(request.extras)
         start = 2 + len(encode_leb128(collection_id))
-        value = b"".join([pack_key(key[start:], version_bytes_of(row)) for key, row in found.rows])
         extras = TOLD.pack(found.vb_uuid, found.seqno, len(found.rows), bits, found.has_more)
-        self._answer(request, extras, value)
+        self._answer(request, extras, before + pack_keys(found.rows, start, VERSION_BYTES))
 
     def _documents(self, request: Frame) -> Steps:
         """Answer the versions with these seqnos, as far as they are there and are documents."""
