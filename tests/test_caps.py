@@ -83,7 +83,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "cuts go on when clocks are set right again": Feature(0, 60),
     "copies find their differences by hashes": Feature(11, 2044),
     "a mirror's file keeps hashes": Feature(0, 140),
-    "large answers take turns, so others wait for about one of them": Feature(0, 80),
+    "large answers take turns, so others wait for about one of them": Feature(0, 186),
     "hashes with more buckets, two groups of partitions compared at a time": Feature(0, 120),
     "a server says in one answer in what it differs from a copy": Feature(0, 170),
     "a restore sends what differs by its hashes": Feature(1, 180),

@@ -29,13 +29,13 @@ CEILINGS: Final = {
     "SET": Ceiling(16, 34, 16, 34),
     "GET": Ceiling(6, 10, 6, 10),
     "stream request, ROLLBACK": Ceiling(15, 29, 15, 29),
-    "stream request, backlog from memory": Ceiling(24, 64, 20, 45),
+    "stream request, backlog from memory": Ceiling(24, 63, 20, 45),
     "SET with one live stream": Ceiling(19, 43, 19, 43),
     "stream request, backlog from LMDB": Ceiling(27, 80, 20, 45),
     "SET to a consumer's event, both ends": Ceiling(35, 74, 34, 74),
-    "master: a group begins, to two replicas": Ceiling(12, 26, 10, 18),
+    "master: a group begins, to two replicas": Ceiling(11, 19, 10, 18),
     "replica: a group in, applied": Ceiling(5, 7, 5, 7),
-    "replica: synced, acknowledgement out": Ceiling(16, 25, 10, 18),
+    "replica: synced, acknowledgement out": Ceiling(15, 24, 10, 18),
     "master: acknowledgement in, committed": Ceiling(10, 16, 10, 16),
 }
 TRIES: Final = 10

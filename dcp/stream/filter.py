@@ -49,7 +49,8 @@ class StreamFilter:
     """
 
     __slots__ = (
-        "_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited", "passes",
+        "_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited",
+        "may_advance", "passes",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +63,8 @@ class StreamFilter:
     ) -> None:
         self.has_events = has_events
         """Whether the stream shows system events."""
+        self.may_advance = has_events or bool(key_prefixes)
+        """Whether a snapshot may end on SEQNO_ADVANCED, because the client knows the message."""
         self._prefixes = key_prefixes
         self._collections = None if collections is None else set(collections)
         self._scope_id = scope_id
@@ -82,11 +85,6 @@ class StreamFilter:
     def is_one_collection(self) -> bool:
         """Whether the client asked for exactly one collection."""
         return self._collections is not None and len(self._collections) == 1
-
-    @property
-    def may_advance(self) -> bool:
-        """Whether a snapshot may end on SEQNO_ADVANCED, because the client knows the message."""
-        return self.has_events or bool(self._prefixes)
 
     @property
     def is_empty(self) -> bool:

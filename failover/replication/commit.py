@@ -45,8 +45,12 @@ from failover.replication.mastership import InSyncSet, Mastership
 from failover.rules.isr import Acknowledgement, high_watermark, may_send_unsynced
 from vbucket.engine.engine import Engine
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
-from vbucket.upkeep.merge import NODE_VB_ID
+from vbucket.model.control import control_document
+from vbucket.model.entry import (
+    LOG_CONTROL,
+    OPCODE_AT,
+    vb_id_of,
+)
 
 _EPOCH: Final = 0
 """All acknowledgements of a group are of one epoch: the masterships have not changed since."""
@@ -170,15 +174,13 @@ class OpenGroups:
 
     def _open(self, now_ns: int, written: CommitGroup) -> Group | None:
         """Return what of a group all replicas can get as one message; None: nothing."""
-        for feed in self._feeds.values():
-            feed.at(now_ns)
         group = self._group_of(written) if self._feeds else None
-        if group is None:
-            return None
         behind: set[int] = set()
         for feed in self._feeds.values():
-            behind |= feed.not_replicated(group)
-        if behind:
+            feed.at(now_ns)
+            if group is not None:
+                behind |= feed.not_replicated(group)
+        if group is not None and behind:
             if behind >= group.seqnos.keys():
                 return None
             group.send_in_sections(behind)
@@ -190,7 +192,7 @@ class OpenGroups:
         """
         changes, payload = written.changes, written.payload
         seqnos: Mapping[int, int] = written.high_seqnos
-        if changes and vb_id_of(changes[-1]) == NODE_VB_ID:  # high watermarks, for the own log
+        if written.has_watermarks:
             payload = payload[: -len(changes[-1])]
             changes = changes[:-1]
         shares = self._shares(seqnos)

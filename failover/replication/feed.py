@@ -505,10 +505,8 @@ class ReplicaFeed:
         if self.inflights.cost + cost > self.window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
-        self._post(shared, is_synced=is_synced)
-        self._announcements.sent(group.number, self._number)
         sent = InflightGroup(group, seqnos, streams.changes.revision)
-        self.inflights.add(Inflight(self._number, cost, self._now_ns, group=sent))
+        self._post(shared, sent, cost, is_synced=is_synced)
         return True
 
     def not_replicated(self, group: Group) -> set[int]:
@@ -518,11 +516,21 @@ class ReplicaFeed:
             return set()
         return group.not_replicated_to(self.member, replicating)
 
-    def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
+    def _post(
+        self,
+        shared: SharedGroup,
+        sent: InflightGroup | None = None,
+        cost: int = 0,
+        *,
+        is_synced: bool = True,
+    ) -> None:
         """Make a message with a group, or with nothing. It announces what is committed."""
         self._number += 1
         self._questions.ask(self._number, self._now_ns)
         head = self._number, self._number, self.streams.newest_opaque, self._announcements.take()
+        if sent is not None:
+            self._announcements.sent(sent.group.number, self._number)
+            self.inflights.add(Inflight(self._number, cost, self._now_ns, group=sent))
         self._out += pack_group(*head, shared, is_synced=is_synced)
         self._schedule()
 

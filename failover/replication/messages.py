@@ -68,7 +68,13 @@ from vbucket.engine.resync import (
     unpack_remaining,
 )
 from vbucket.log.record import LogDamagedError, split_entries
-from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
+from vbucket.model.control import (
+    SnapshotWindow,
+    control_document,
+    pack_control,
+    seqno_in,
+    snapshot_window,
+)
 from vbucket.model.entry import (
     CONTROL_ENTRY,
     DELETION_EXTRAS_BYTES,
@@ -80,8 +86,6 @@ from vbucket.model.entry import (
     OPCODE_AT,
     PREFIX_BYTES,
     SYSTEM_EVENT_EXTRAS_BYTES,
-    control_document,
-    pack_control,
     vb_id_of,
 )
 from vbucket.model.ids import SEQNO_MAX

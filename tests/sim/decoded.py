@@ -28,10 +28,10 @@ from failover.replication.messages import unpack_ack, unpack_entries, unpack_gro
 from sim.network import Side
 from sim.world import Action, described, named
 from vbucket.log.record import LogDamagedError, split_entries
+from vbucket.model.control import control_document
 from vbucket.model.entry import (
     LOG_CONTROL,
     OPCODE_AT,
-    control_document,
     is_deleted,
     key_of,
     seqno_of,

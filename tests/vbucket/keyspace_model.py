@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from memory.log_device import MemoryLogDevice
 from support.stored_bytes import pack_deletion, pack_mutation
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import PREFIX_BYTES, pack_control
+from vbucket.model.control import pack_control
+from vbucket.model.entry import PREFIX_BYTES
 from vbucket.store.environment import KvEnv
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.records import STORE_FORMAT_VERSION, NodeRecord, PartitionRecord

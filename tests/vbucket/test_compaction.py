@@ -20,7 +20,7 @@ from support.memory_node import LmdbNode, MemoryNode
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.leadership import adopt_failover_log
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv

@@ -31,7 +31,7 @@ from vbucket.log.record import (
 )
 from vbucket.log.recovery import TornTail, recover
 from vbucket.log.writer import LogWriter
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 
 HEADER = SEGMENT_HEADER_BYTES
 PAYLOADS = [b"first", b"", b"the third group", b"4"]

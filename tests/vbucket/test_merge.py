@@ -19,7 +19,7 @@ from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.log.device import SEGMENT_HEADER_BYTES, pack_segment_header
 from vbucket.log.record import LogDamagedError, pack_group
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import (

@@ -23,7 +23,7 @@ from support.stored_bytes import pack_mutation
 from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET
 from vbucket.engine.mending import Mending
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 from vbucket.native import compaction_loops, new_staged
 from vbucket.store.block import Block, block_key, build_blocks, repack_blocks
 from vbucket.store.environment import KvEnv

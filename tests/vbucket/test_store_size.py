@@ -10,7 +10,7 @@ from support.stored_bytes import pack_mutation
 from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.device import pack_segment_header
 from vbucket.log.record import pack_group
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store, StoreView

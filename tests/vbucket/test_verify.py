@@ -17,7 +17,7 @@ from vbucket.check.finding import ADVICE, HARMLESS, Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.leadership import set_leader_epoch
-from vbucket.model.entry import pack_control
+from vbucket.model.control import pack_control
 from vbucket.store.block import build_blocks
 from vbucket.store.key_record import by_key_item
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader

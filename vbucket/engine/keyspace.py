@@ -33,13 +33,15 @@ from vbucket.engine.partition import ABSENT, Branch, Hold, Partition, VbState, c
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.control import watermarks_document
+from vbucket.model.control import (
+    pack_control,
+    watermarks_document,
+)
 from vbucket.model.entry import (
     LOG_CONTROL,
     META,
     head_of,
     is_deleted,
-    pack_control,
     pack_system_event,
     seqno_of,
 )
@@ -282,7 +284,8 @@ class Keyspace:
         """Close the open group and return it; None if it is empty."""
         if not self.pending:
             return None
-        if self.watermarks:
+        has_watermarks = bool(self.watermarks)
+        if has_watermarks:
             self.pending.append(pack_control(NODE_VB_ID, watermarks_document(self.watermarks)))
             self.watermarks = {}
         payload = b"".join(self.pending)
@@ -296,6 +299,7 @@ class Keyspace:
             self.pending,
             self.manifest if self.manifest_group == self.group else None,
             self._has_control,
+            has_watermarks,
         )
         self.memtables.active_bytes += len(payload)
         self.pending = []

@@ -30,3 +30,5 @@ class CommitGroup(NamedTuple):
     """The collections manifest if the group changed it."""
     has_control: bool = True
     """Whether it may have control entries, beside the high watermarks at its end."""
+    has_watermarks: bool = False
+    """Whether the last entry has high watermarks, which are for this node's log only."""

@@ -43,7 +43,12 @@ from vbucket.log.device import (
     UnknownFormatError,
 )
 from vbucket.log.end_mark import LogEnd
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
+from vbucket.model.control import control_document
+from vbucket.model.entry import (
+    LOG_CONTROL,
+    OPCODE_AT,
+    vb_id_of,
+)
 
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQI")

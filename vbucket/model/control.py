@@ -1,6 +1,6 @@
 """Control entries of the log: changes of a partition or of the node, and not of documents.
 
-Each is a CBOR document with a kind (`vbucket.model.entry.pack_control`):
+Each is a CBOR document with a kind (`pack_control`):
 
     failover     log, rollback_to, epoch   the failover log, after everything above `rollback_to`
                                            was undone (None: nothing); `epoch` if the leader epoch
@@ -30,6 +30,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import cbor2
+
+from vbucket.model.entry import CONTROL_ENTRY, LOG_CONTROL
 from vbucket.model.ids import SEQNO_MAX
 
 
@@ -58,6 +61,18 @@ class SnapshotWindow(NamedTuple):
     def after_rollback(self, seqno: int) -> SnapshotWindow | None:
         """Return the window after a rollback to a seqno; None: nothing of the snapshot is left."""
         return None if seqno <= self.start else self
+
+
+def pack_control(vb_id: int, document: dict[str, object]) -> bytes:
+    """Return a control entry, which only the log holds; `document["kind"]` is its kind."""
+    value = cbor2.dumps(document)
+    return CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, vb_id, len(value), 0, 0) + value
+
+
+def control_document(entry: bytes) -> dict[str, object]:
+    """Return the document of a LOG_CONTROL entry."""
+    document: dict[str, object] = cbor2.loads(entry[CONTROL_ENTRY.size :])
+    return document
 
 
 def seqno_in(number: Any) -> int:

@@ -27,8 +27,6 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final, NamedTuple
 
-import cbor2
-
 from dcp.wire.opcode import Opcode
 from vbucket.model.manifest import ManifestEvent, system_key
 
@@ -161,15 +159,3 @@ def pack_system_event(vb_id: int, seqno: int, event: ManifestEvent, epoch: int =
         body, 0, 0, seqno, event.kind, event.version,
     )  # fmt: skip
     return head + key + value
-
-
-def pack_control(vb_id: int, document: dict[str, object]) -> bytes:
-    """Return a control entry, which only the log holds; `document["kind"]` is its kind."""
-    value = cbor2.dumps(document)
-    return CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, vb_id, len(value), 0, 0) + value
-
-
-def control_document(entry: bytes) -> dict[str, object]:
-    """Return the document of a LOG_CONTROL entry."""
-    document: dict[str, object] = cbor2.loads(entry[CONTROL_ENTRY.size :])
-    return document

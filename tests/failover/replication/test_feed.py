@@ -23,7 +23,12 @@ from failover.replication.progress import (
     SILENCE_NS_MAX,
 )
 from support.replica_pair import EPOCH, MS, Master, told
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
+from vbucket.model.control import control_document
+from vbucket.model.entry import (
+    LOG_CONTROL,
+    OPCODE_AT,
+    seqno_of,
+)
 from vbucket.store.environment import StoreDamagedError
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ from failover.replication.messages import (
 )
 from failover.rules.history import EPOCH_MAX, FailoverLog, Version
 from support.stored_bytes import pack_deletion, pack_mutation
+from vbucket.model.control import pack_control
 from vbucket.model.entry import (
     CONTROL_ENTRY,
     LOG_CONTROL,
     OPCODE_AT,
     PREFIX_BYTES,
-    pack_control,
     pack_system_event,
 )
 from vbucket.model.ids import SEQNO_MAX

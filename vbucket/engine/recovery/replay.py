@@ -17,8 +17,19 @@ from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.recovery.deferred_lookups import DeferredLookups
 from vbucket.log.record import entries_from, entry_at, split_entries
-from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window, watermarks_of
-from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
+from vbucket.model.control import (
+    control_document,
+    epoch_of,
+    floor_and_purge,
+    snapshot_window,
+    watermarks_of,
+)
+from vbucket.model.entry import (
+    LOG_CONTROL,
+    META,
+    PREFIX_BYTES,
+    head_of,
+)
 from vbucket.model.manifest import Manifest
 from vbucket.native import replay_run
 from vbucket.store.records import Mended, PartMerged
