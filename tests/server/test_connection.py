@@ -7,12 +7,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
+from dcp.server.net.connection import PIECE_BYTES
 from dcp.server.net.connections import (
     LARGE_BYTES,
     LARGE_TURN_BYTES,
@@ -222,6 +223,77 @@ async def test_what_a_connection_asked_for_at_once_takes_turns_too(
         assert len(await first.until(b"END\r\n")) > 2_000_000
     await first.close()
     await second.close()
+
+
+class Recorder:
+    """A transport that notes in which turn of the loop it gets how many bytes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.turn = 0
+        self.written: list[tuple[int, int]] = []
+        self._next_turn()
+
+    def _next_turn(self) -> None:
+        self.turn += 1
+        if not self._transport.is_closing():
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def write(self, data: bytes) -> None:
+        self.written.append((self.turn, len(data)))
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_a_large_answer_leaves_in_pieces_one_in_a_turn(node: Node) -> None:
+    client = await TextClient.connect(node)
+    body = bytes(range(250)) * 20_000
+    client.send(b"set big 0 0 5000000\r\n" + body + b"\r\n")
+    assert await client.until(b"STORED\r\n")
+    (connection,) = node.connections
+    recorder = Recorder(connection._transport)
+    connection._transport = cast("asyncio.Transport", recorder)
+    client.send(b"get big\r\nget absent\r\n")
+    head = b"VALUE big 0 5000000\r\n"
+    assert await client.until(b"END\r\nEND\r\n") == head + body + b"\r\nEND\r\nEND\r\n"
+    turns = [turn for turn, size in recorder.written if size == PIECE_BYTES]
+    assert len(turns) == 5_000_000 // PIECE_BYTES
+    assert len(set(turns)) == len(turns), "others have their turns between any two pieces"
+    assert max(size for _, size in recorder.written) == PIECE_BYTES
+    assert not connection._is_write_paused
+    await client.close()
+
+
+async def test_who_ends_its_side_still_gets_all_of_a_large_answer(node: Node) -> None:
+    client = await TextClient.connect(node)
+    client.send(b"set big 0 0 5000000\r\n" + bytes(5_000_000) + b"\r\n")
+    assert await client.until(b"STORED\r\n")
+    client.send(b"get big\r\n")
+    client._writer.write_eof()
+    async with asyncio.timeout(TIMEOUT_S):
+        found = await client._reader.read(-1)
+    assert found.endswith(b"\r\nEND\r\n")
+    assert len(found) == len(b"VALUE big 0 5000000\r\n") + 5_000_000 + len(b"\r\nEND\r\n")
+    await until_so(lambda: not node.connections)
+    await client.close()
+
+
+async def test_who_goes_inside_a_large_answer_leaves_nothing(node: Node) -> None:
+    client = await TextClient.connect(node)
+    client.send(b"set big 0 0 15000000\r\n" + bytes(15_000_000) + b"\r\n")
+    assert await client.until(b"STORED\r\n")
+    client.send(b"get big\r\n" * 3)
+    assert await client.until(b"VALUE big 0 15000000\r\n")
+    (connection,) = node.connections
+    await until_so(lambda: connection._outgoing.size > 0)
+    assert node.connections.send_buffers.held_bytes >= connection._outgoing.size
+    assert connection.session.state.held_bytes == len(b"get big\r\n" * 2), "they wait"
+    await client.close()
+    await until_so(lambda: not node.connections)
+    assert connection._outgoing.size == 0
+    assert node.connections.send_buffers.held_bytes == 0
 
 
 async def test_who_is_gone_while_waiting_for_a_turn_is_forgotten(node: Node) -> None:

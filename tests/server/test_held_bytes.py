@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.net.held_bytes import PROGRESS_BYTES, STRANGERS_PART, HeldBytes
+from dcp.server.net.held_bytes import PROGRESS_BYTES, STRANGERS_PART, HeldBytes, Outgoing
 
 MIB = 1 << 20
 
@@ -80,6 +80,24 @@ def test_who_lets_go_of_it_all_is_not_looked_at() -> None:
     held.forget(third)
     assert closed(holders) == []
     assert held.held_bytes == MIB
+
+
+def test_data_that_waits_is_taken_in_pieces() -> None:
+    outgoing = Outgoing(4)
+    outgoing.add(b"abcdefghij")
+    outgoing.add(bytearray(b"kl"))
+    found, sizes = [], []
+    while outgoing.size:
+        found.append(bytes(outgoing.take()))
+        sizes.append(outgoing.size)
+    assert found == [b"abcd", b"efgh", b"ij", b"kl"]
+    assert sizes == [12, 12, 2, 0]
+    outgoing.add(b"mnopq")
+    outgoing.take()
+    outgoing.clear()
+    assert outgoing.size == 0
+    outgoing.add(b"rst")
+    assert bytes(outgoing.take()) == b"rst"
 
 
 def test_one_that_is_too_large_by_itself_goes_itself() -> None:

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 
 from dcp.server.access.access import Access
-from dcp.server.access.logins import PeerLogins
+from dcp.server.access.logins import KV_TLS, PeerLogins
 from dcp.server.net.connections import LARGE_BYTES, Connections, OpenConnection
 from dcp.server.net.held_bytes import Outgoing
 from dcp.server.net.sessions import ReplicationHooks, Sessions
@@ -55,8 +55,10 @@ TLS_READ_BUFFER_BYTES: Final = 64 << 10
 """Encrypted bytes above which nothing more is read from a TLS peer while reading is paused. The
 bytes of one more read come on top."""
 TLS_PIECE_BYTES: Final = 64 << 10
-"""What a TLS transport gets at a time. It encrypts all of a piece and passes it to the transport
-below, whose buffer cannot be measured. So the rest waits in `_outgoing` while it is paused."""
+"""What a TLS transport gets at a time (`Outgoing`)."""
+PIECE_BYTES: Final = 512 << 10
+"""The same of another transport, and what either gets in one turn of the loop of data that is
+larger."""
 
 
 class ConnectionParts(NamedTuple):
@@ -102,8 +104,7 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """`end_handshake` is called after the TLS handshake; None: the connection has no TLS."""
         self._end_handshake = end_handshake
-        self._outgoing = None if end_handshake is None else Outgoing()
-        """What waits for the transport; None: the connection has no TLS."""
+        self._outgoing = Outgoing(PIECE_BYTES if end_handshake is None else TLS_PIECE_BYTES)
         self._loop = asyncio.get_running_loop()
         self._parts = parts
         self._engine = parts.engine
@@ -117,7 +118,9 @@ class ClientConnection(asyncio.Protocol):
         self._largest_bytes = 0
         """The most that the transport got at a time since it was last empty. It keeps all of that
         until the last byte is sent, but reports only what is left."""
-        self._is_write_paused = self._is_read_paused = self._is_pump_scheduled = False
+        self._is_write_paused = False
+        """Whether the transport has enough for now, or data waits for it."""
+        self._is_read_paused = self._is_pump_scheduled = False
         self._next_news: asyncio.TimerHandle | None = None
         """Set while stream messages wait that can."""
         self._has_pumped = False
@@ -139,12 +142,13 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the session. If there are too many connections, refuse this one."""
         self._transport = cast("asyncio.Transport", transport)
-        high = TLS_PIECE_BYTES if self._outgoing is not None else WRITE_BUFFER_BYTES
+        is_tls = self._end_handshake is not None
+        high = TLS_PIECE_BYTES if is_tls else WRITE_BUFFER_BYTES
         self._transport.set_write_buffer_limits(high=high)
         address = transport.get_extra_info("peername") or ("", 0)
         host = str(address[0])
         self.logins = self._parts.access.logins_of(
-            host, f"{host}:{address[1]}", is_tls=self._outgoing is not None,
+            host, f"{host}:{address[1]}", is_tls=is_tls,
             certificate=transport.get_extra_info("peercert"),
         )  # fmt: skip
         self.logins.out_since_ns = self.heard_ns
@@ -155,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
             cast("Any", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
         self.session = Session(self._parts.sessions.new_state(host, self.logins))
         self.session.state.schedule = self.schedule_pump
-        if self._outgoing is not None:
+        if is_tls:
             self._connections.watched.add(self)  # nobody tells what its transport has received
         self._connections.opened(self)
 
@@ -170,8 +174,7 @@ class ClientConnection(asyncio.Protocol):
             # of commands before it. They must not wait for the next writer.
             self._committer.kick()
         self._held.clear()
-        if self._outgoing is not None:
-            self._outgoing.pieces.clear()
+        self._outgoing.clear()
         self.session.drop_received()  # now: a reference cycle keeps the session for a while
         self._parts.sessions.leave(self.session.state)
         self.logins.leave()
@@ -209,27 +212,19 @@ class ClientConnection(asyncio.Protocol):
         """The peer will send nothing more: close once its answers are sent."""
         self.session.state.close("the client closed its side")
         self._close_if_done()
-        return self._outgoing is None  # TLS has no half-closed connections
+        return not self._is_tls  # TLS has no half-closed connections
 
     def pause_writing(self) -> None:
         """The peer does not read: stop reading from it and producing for it."""
-        self._is_write_paused = True
-        self._update_reading()
-        self._note_unsent(has_moved=True)
+        self._outgoing.is_paused = True
+        self._wait_for_peer()
 
     @_supervised
     def resume_writing(self) -> None:
         """The peer reads again."""
-        self._is_write_paused = False
-        if self._outgoing is not None:
-            self._hand_over(self._outgoing)
-        self._note_unsent(has_moved=True)
-        if not self._is_write_paused:
-            if self.session.state.map_news.is_owed:
-                self.tell_map()
-            self._resume_session()
-            self.schedule_pump()
-            self._close_if_done()
+        self._outgoing.is_paused = False
+        if not self._outgoing.has_turn:
+            self._write_on()
 
     # -- what other parts of the server call -------------------------------------------------------
 
@@ -280,9 +275,10 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds. Most connections have nothing to do then."""
-        if self._largest_bytes or self._outgoing is not None:
+        is_tls = self._is_tls
+        if self._largest_bytes or is_tls:
             self._note_unsent()
-        if self._outgoing is not None:
+        if is_tls:
             self._note_received()
         if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
             self._held.expire(now_ns)
@@ -292,7 +288,7 @@ class ClientConnection(asyncio.Protocol):
         )
         sender = self.session.state.sender
         if sender is None:
-            if not self._largest_bytes and self._outgoing is None:
+            if not self._largest_bytes and not is_tls:
                 self._connections.watched.discard(self)
         elif not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"
@@ -457,7 +453,7 @@ class ClientConnection(asyncio.Protocol):
         if self._is_aborted:
             return  # its buffers go with it
         held_bytes = state.held_bytes + len(self._connections.large_answers.waiting.get(self, b""))
-        if self._outgoing is not None:
+        if self._is_tls:
             held_bytes += cast("Any", self._transport).get_read_buffer_size()
         if held_bytes or self._has_held:
             self._has_held = held_bytes > 0
@@ -466,11 +462,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _note_unsent(self, *, has_moved: bool = False) -> None:
         """Count what the peer has not read yet."""
-        unsent_bytes = self._transport.get_write_buffer_size()
-        if self._outgoing is not None:
-            unsent_bytes += self._outgoing.size
+        waiting_bytes = self._outgoing.size
+        unsent_bytes = self._transport.get_write_buffer_size() + waiting_bytes
         if unsent_bytes:
-            unsent_bytes += self._largest_bytes
+            unsent_bytes += max(0, self._largest_bytes - waiting_bytes)
         else:
             self._largest_bytes = 0
         if not self._is_aborted:
@@ -546,7 +541,7 @@ class ClientConnection(asyncio.Protocol):
             for vb_id, damage in sender.damages:
                 self._parts.sessions.backfill_failed(self.logins.peer.address, vb_id, damage)
             sender.damages.clear()
-        if len(messages) == 1 and self._outgoing is None:
+        if len(messages) == 1:
             self._write(messages[0])
         elif messages:
             self._write_pieces(messages)
@@ -558,8 +553,7 @@ class ClientConnection(asyncio.Protocol):
         if not state.close_reason:
             return
         is_busy = state.answers or state.has_steps or state.login.request is not None
-        is_sending = self._outgoing is not None and self._outgoing.pieces
-        if not (is_busy or self._held.batches or is_sending):
+        if not (is_busy or self._held.batches or self._outgoing.size):
             peer = self.logins.peer
             if state.close_reason in _ORDINARY_ENDS:
                 self._parts.sessions.closed_as_usual(peer.address, state.close_reason)
@@ -569,29 +563,69 @@ class ClientConnection(asyncio.Protocol):
                 )
             self._transport.close()
 
+    @property
+    def _is_tls(self) -> bool:
+        return self.logins.peer.over == KV_TLS
+
     def _write_pieces(self, pieces: Sequence[Message]) -> None:
         sent_bytes = sum(map(len, pieces))
-        if self._outgoing is not None or sent_bytes < PIECE_BYTES_MIN * len(pieces):
+        if self._is_tls or self._outgoing.size or sent_bytes < PIECE_BYTES_MIN * len(pieces):
             self._write(b"".join(pieces))
+        elif sent_bytes > PIECE_BYTES:
+            for piece in pieces:
+                self._write(piece)
         else:
             self._meter.sent_bytes += sent_bytes
             self._largest_bytes = max(self._largest_bytes, sent_bytes)
             self._transport.writelines(pieces)
 
     def _write(self, data: Message) -> None:
-        size = len(data)
+        size, outgoing = len(data), self._outgoing
         self._meter.sent_bytes += size
-        if self._outgoing is not None and (size > TLS_PIECE_BYTES or self._outgoing.pieces):
-            self._outgoing.add(data)
-            self._hand_over(self._outgoing)
-            return
         if size > self._largest_bytes:
             self._largest_bytes = size
             if size >= WATCHED_BYTES:
                 self._connections.watched.add(self)
-        self._transport.write(data)
+        is_first = not outgoing.size
+        if is_first and size <= outgoing.piece_bytes:
+            self._transport.write(data)
+            return
+        outgoing.add(data)
+        if is_first:
+            self._hand_over()
+            if outgoing.size and not self._is_write_paused:
+                self._wait_for_peer()
 
-    def _hand_over(self, outgoing: Outgoing) -> None:
-        """Give a TLS transport what waits for it, until it pauses."""
-        while outgoing.pieces and not self._is_write_paused:
-            self._transport.write(outgoing.take(TLS_PIECE_BYTES))
+    def _wait_for_peer(self) -> None:
+        self._is_write_paused = True
+        self._update_reading()
+        self._note_unsent(has_moved=True)
+
+    def _hand_over(self) -> None:
+        """Give the transport as many pieces as one turn of the loop may."""
+        outgoing, left_bytes = self._outgoing, PIECE_BYTES
+        while outgoing.size and not outgoing.is_paused and left_bytes > 0:
+            left_bytes -= outgoing.piece_bytes
+            self._transport.write(outgoing.take())
+        if outgoing.size and not (outgoing.is_paused or outgoing.has_turn):
+            outgoing.has_turn = True
+            self._loop.call_soon(self._next_turn)
+
+    @_supervised
+    def _next_turn(self) -> None:
+        self._outgoing.has_turn = False
+        if not self._transport.is_closing():
+            self._write_on()
+
+    def _write_on(self) -> None:
+        """Go on with the data that waits, and after it with the session."""
+        self._hand_over()
+        self._note_unsent(has_moved=True)
+        if self._outgoing.size or self._outgoing.is_paused:
+            return
+        self._is_write_paused = False
+        if self.session.state.map_news.is_owed:
+            self.tell_map()
+        self._resume_session()
+        self.schedule_pump()
+        self._close_if_done()

@@ -140,29 +140,50 @@ class HeldBytes:
 
 
 class Outgoing:
-    """Data that a TLS transport, which is paused, has not taken yet."""
+    """Data that waits for a transport, which gets it in pieces.
 
-    def __init__(self) -> None:
-        self.pieces: deque[Message] = deque()
+    A TLS transport encrypts all that it gets, and passes it to the transport below, whose buffer
+    cannot be measured. Another one gives the kernel as much as that takes, which can be some MiB,
+    and all other connections wait meanwhile.
+    """
+
+    __slots__ = ("_data", "_taken", "has_turn", "is_paused", "piece_bytes", "size")
+
+    def __init__(self, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
+        self.is_paused = False
+        """Whether the transport has enough for now."""
+        self.has_turn = False
+        """Whether the next pieces come in the next turn of the loop."""
         self.size = 0
-        """Bytes of all pieces. What was taken of the first one still counts."""
+        """Bytes of all data. What was taken of the first one still counts."""
+        self._data: deque[memoryview] | None = None
         self._taken = 0
-        """How much of the first piece the transport has taken."""
+        """How much of the first one the transport has got."""
 
     def add(self, data: Message) -> None:
-        """Add a piece at the end."""
-        self.pieces.append(data)
+        """Add data at the end."""
+        if self._data is None:
+            self._data = deque()
+        self._data.append(memoryview(data))
         self.size += len(data)
 
-    def take(self, bytes_max: int) -> Message:
-        """Return what comes next, at most so many bytes of a piece."""
-        data, begin = self.pieces[0], self._taken
-        self._taken += bytes_max
+    def take(self) -> memoryview:
+        """Return the next piece."""
+        assert self._data, "something waits"
+        data, begin = self._data[0], self._taken
+        self._taken += self.piece_bytes
         if self._taken >= len(data):
-            self.pieces.popleft()
+            self._data.popleft()
             self.size -= len(data)
             self._taken = 0
-        return data[begin : begin + bytes_max]
+            if not self._data:
+                self._data = None
+        return data[begin : begin + self.piece_bytes]
+
+    def clear(self) -> None:
+        """Forget all of it: the connection is over."""
+        self._data, self.size, self._taken = None, 0, 0
 
 
 def receive_buffers(bytes_max: int) -> HeldBytes:
