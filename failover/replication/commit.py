@@ -46,11 +46,7 @@ from failover.rules.isr import Acknowledgement, high_watermark, may_send_unsynce
 from vbucket.engine.engine import Engine
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.control import control_document
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    vb_id_of,
-)
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, vb_id_of
 
 _EPOCH: Final = 0
 """All acknowledgements of a group are of one epoch: the masterships have not changed since."""

@@ -13,13 +13,13 @@ import pytest
 
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
-from dcp.server.net.connection import PIECE_BYTES
 from dcp.server.net.connections import (
     LARGE_BYTES,
     LARGE_TURN_BYTES,
     LargeAnswers,
     OpenConnection,
 )
+from dcp.server.net.held_bytes import PIECE_BYTES
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
 from dcp.session.session import Session

@@ -29,14 +29,7 @@ from sim.network import Side
 from sim.world import Action, described, named
 from vbucket.log.record import LogDamagedError, split_entries
 from vbucket.model.control import control_document
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    is_deleted,
-    key_of,
-    seqno_of,
-    vb_id_of,
-)
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, is_deleted, key_of, seqno_of, vb_id_of
 
 SHOWN: Final = 40
 """Bytes of a value, and letters of anything else that is long."""

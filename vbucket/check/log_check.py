@@ -22,16 +22,8 @@ from vbucket.log.record import (
     written_bytes,
 )
 from vbucket.log.recovery import LostEnd, lost_end
-from vbucket.model.control import (
-    control_document,
-    epoch_of,
-)
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    EntryHead,
-    head_of,
-    seqno_of,
-)
+from vbucket.model.control import control_document, epoch_of
+from vbucket.model.entry import LOG_CONTROL, EntryHead, head_of, seqno_of
 from vbucket.store.records import PartMerged
 
 FINDINGS_MAX: Final = 20

@@ -33,18 +33,8 @@ from vbucket.engine.partition import ABSENT, Branch, Hold, Partition, VbState, c
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.control import (
-    pack_control,
-    watermarks_document,
-)
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    META,
-    head_of,
-    is_deleted,
-    pack_system_event,
-    seqno_of,
-)
+from vbucket.model.control import pack_control, watermarks_document
+from vbucket.model.entry import LOG_CONTROL, META, head_of, is_deleted, pack_system_event, seqno_of
 from vbucket.model.ids import NUM_VBUCKETS, Draws, draw_vb_uuid
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,

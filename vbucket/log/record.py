@@ -44,11 +44,7 @@ from vbucket.log.device import (
 )
 from vbucket.log.end_mark import LogEnd
 from vbucket.model.control import control_document
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    vb_id_of,
-)
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, vb_id_of
 
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQI")

@@ -17,17 +17,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vbucket.log.record import split_entries
-from vbucket.model.control import (
-    control_document,
-    epoch_of,
-    floor_and_purge,
-)
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    PREFIX_BYTES,
-    head_of,
-)
+from vbucket.model.control import control_document, epoch_of, floor_and_purge
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, PREFIX_BYTES, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.native import new_staged
 from vbucket.store.environment import StoreDamagedError

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 from dcp.server.access.access import Access
 from dcp.server.access.logins import KV_TLS, PeerLogins
 from dcp.server.net.connections import LARGE_BYTES, Connections, OpenConnection
-from dcp.server.net.held_bytes import Outgoing
+from dcp.server.net.held_bytes import PIECE_BYTES, TLS_PIECE_BYTES, Outgoing
 from dcp.server.net.sessions import ReplicationHooks, Sessions
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import RefusalLog
@@ -54,11 +54,6 @@ WATCHED_BYTES: Final = 4096
 TLS_READ_BUFFER_BYTES: Final = 64 << 10
 """Encrypted bytes above which nothing more is read from a TLS peer while reading is paused. The
 bytes of one more read come on top."""
-TLS_PIECE_BYTES: Final = 64 << 10
-"""What a TLS transport gets at a time (`Outgoing`)."""
-PIECE_BYTES: Final = 512 << 10
-"""The same of another transport, and what either gets in one turn of the loop of data that is
-larger."""
 
 
 class ConnectionParts(NamedTuple):
@@ -592,7 +587,7 @@ class ClientConnection(asyncio.Protocol):
             return
         outgoing.add(data)
         if is_first:
-            self._hand_over()
+            outgoing.hand_over(self._transport, self._next_turn)
             if outgoing.size and not self._is_write_paused:
                 self._wait_for_peer()
 
@@ -600,16 +595,6 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = True
         self._update_reading()
         self._note_unsent(has_moved=True)
-
-    def _hand_over(self) -> None:
-        """Give the transport as many pieces as one turn of the loop may."""
-        outgoing, left_bytes = self._outgoing, PIECE_BYTES
-        while outgoing.size and not outgoing.is_paused and left_bytes > 0:
-            left_bytes -= outgoing.piece_bytes
-            self._transport.write(outgoing.take())
-        if outgoing.size and not (outgoing.is_paused or outgoing.has_turn):
-            outgoing.has_turn = True
-            self._loop.call_soon(self._next_turn)
 
     @_supervised
     def _next_turn(self) -> None:
@@ -619,7 +604,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _write_on(self) -> None:
         """Go on with the data that waits, and after it with the session."""
-        self._hand_over()
+        self._outgoing.hand_over(self._transport, self._next_turn)
         self._note_unsent(has_moved=True)
         if self._outgoing.size or self._outgoing.is_paused:
             return

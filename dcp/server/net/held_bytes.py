@@ -18,11 +18,17 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from dcp.stream.snapshots import Message
 
+TLS_PIECE_BYTES: Final = 64 << 10
+"""What a TLS transport gets at a time."""
+PIECE_BYTES: Final = 512 << 10
+"""The same of another transport, and what either gets of larger data in one turn of the loop."""
 PROGRESS_BYTES: Final = 16 << 10
 """A change of at least this many held bytes counts as a move."""
 STRANGERS_PART: Final = 4
@@ -167,6 +173,18 @@ class Outgoing:
             self._data = deque()
         self._data.append(memoryview(data))
         self.size += len(data)
+
+    def hand_over(self, transport: asyncio.Transport, next_turn: Callable[[], None]) -> None:
+        """Give the transport as many pieces as one turn of the loop may. If more are left that it
+        has room for, `next_turn` is called in the next one.
+        """
+        left_bytes = PIECE_BYTES
+        while self.size and not self.is_paused and left_bytes > 0:
+            left_bytes -= self.piece_bytes
+            transport.write(self.take())
+        if self.size and not (self.is_paused or self.has_turn):
+            self.has_turn = True
+            asyncio.get_running_loop().call_soon(next_turn)
 
     def take(self) -> memoryview:
         """Return the next piece."""

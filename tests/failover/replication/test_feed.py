@@ -24,11 +24,7 @@ from failover.replication.progress import (
 )
 from support.replica_pair import EPOCH, MS, Master, told
 from vbucket.model.control import control_document
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    seqno_of,
-)
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -15,11 +15,7 @@ from failover.replication.messages import (
 from failover.replication.progress import RECORD_BYTES
 from support.replica_pair import EPOCH, Master
 from vbucket.model.control import control_document
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    seqno_of,
-)
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 
 WINDOW = 3000
 

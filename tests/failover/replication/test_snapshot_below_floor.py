@@ -19,10 +19,7 @@ from failover.replication.messages import (
 from support.replica_pair import REPLICA, VB, ReplicaPair
 from support.stored_bytes import pack_mutation
 from vbucket.engine.leadership import begin_snapshot
-from vbucket.model.control import (
-    SnapshotWindow,
-    pack_control,
-)
+from vbucket.model.control import SnapshotWindow, pack_control
 from vbucket.store.records import put_partition
 
 

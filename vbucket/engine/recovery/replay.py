@@ -24,12 +24,7 @@ from vbucket.model.control import (
     snapshot_window,
     watermarks_of,
 )
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    META,
-    PREFIX_BYTES,
-    head_of,
-)
+from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.native import replay_run
 from vbucket.store.records import Mended, PartMerged
