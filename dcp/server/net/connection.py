@@ -111,8 +111,8 @@ class ClientConnection(asyncio.Protocol):
             HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
         )
         self._largest_bytes = 0
-        """The most that the transport got at a time since it was last empty. It keeps all of that
-        until the last byte is sent, but reports only what is left."""
+        """Of the largest data since all was sent. It is kept until its last byte is sent, but the
+        transport reports only what is left of its piece."""
         self._is_write_paused = False
         """Whether the transport has enough for now, or data waits for it."""
         self._is_read_paused = self._is_pump_scheduled = False
