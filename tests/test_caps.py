@@ -72,6 +72,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "new clusters that begin with all of their nodes": Feature(1, 250),
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 332),
+    "merges that find records in C and have hashes in memory": Feature(0, 101),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
     "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),

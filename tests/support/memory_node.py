@@ -55,6 +55,7 @@ from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
+from vbucket.store.hashes import HashTables
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, kept_segments
 from vbucket.store.store import Store
@@ -142,6 +143,7 @@ class MemoryNode:
 
     def _open(self) -> None:
         self.store = Store(self.env)
+        self.hash_tables = HashTables()
         self.engine = Engine(
             self.store, self.draws, self.partitions, item_cache_bytes=self.item_cache_bytes
         )
@@ -221,6 +223,7 @@ class MemoryNode:
         sealed = [(segment, self.device.read(segment)) for segment in segments]
         report = self.merge_segments(sealed)
         if is_answer_lost:
+            self.hash_tables = HashTables()
             report = self.merge_segments(sealed)
         for segment in self.merges.merged(report).deletable:
             self.device.delete(segment)
@@ -242,14 +245,16 @@ class MemoryNode:
         with suppress(StoppedError):
             merge(
                 self.env, sealed,
-                before_commit=before_commit, body_bytes_target=self.body_bytes_target,
-                slice_pages=1, before_undo=self.compactor.begin_again,
+                hash_tables=self.hash_tables, before_commit=before_commit,
+                body_bytes_target=self.body_bytes_target, slice_pages=1,
+                before_undo=self.compactor.begin_again,
             )  # fmt: skip
         self.store.refresh()
 
     def merge_segments(self, sealed: list[tuple[int, bytes]]) -> MergeReport:
         return merge(
             self.env, sealed,
+            hash_tables=self.hash_tables,
             body_bytes_target=self.body_bytes_target, before_undo=self.compactor.begin_again,
         )  # fmt: skip
 
@@ -445,7 +450,8 @@ class LoadingNode(MemoryNode):
         """The store process's part."""
         return load(
             self.env, requests, cas_max=self.engine.cas_max,
-            manifest_uid=self.engine.keyspace.manifest.uid, before_commit=before_commit,
+            manifest_uid=self.engine.keyspace.manifest.uid,
+            hash_tables=self.hash_tables, before_commit=before_commit,
             body_bytes_target=self.body_bytes_target, native=self.is_native,
         )  # fmt: skip
 

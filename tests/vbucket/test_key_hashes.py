@@ -30,8 +30,9 @@ from vbucket.native.key_hashes import (
     hash_of_key,
     rows_of_buckets,
 )
-from vbucket.store.hashes import counted_hashes, put_hashes
-from vbucket.store.records import BY_KEY_TABLE
+from vbucket.store.environment import KvReader
+from vbucket.store.hashes import HashTables, Tables, counted_hashes, hashes_row, stored_hashes
+from vbucket.store.records import BY_KEY_TABLE, FAILOVER_TABLE, META_TABLE, PartitionRecord
 
 T = TypeVar("T")
 FORM = RowForm(2, b"\x08", 1, 9, 0x57)
@@ -180,6 +181,62 @@ def test_the_next_merge_counts_a_small_table_again_in_c(stored: LmdbNode) -> Non
     assert keep(stored, NAMES[:1]).bits == 6
 
 
+def reads_of_tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the partitions whose tables are read from the store from now on."""
+    read: list[int] = []
+
+    def noting(reader: KvReader, vb_id: int, record: PartitionRecord) -> Tables | None:
+        read.append(vb_id)
+        return stored_hashes(reader, vb_id, record)
+
+    monkeypatch.setattr("vbucket.store.hashes.stored_hashes", noting)
+    return read
+
+
+def test_a_merge_has_the_tables_of_the_merge_before(
+    stored: LmdbNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(stored, NAMES[:50])
+    read = reads_of_tables(monkeypatch)
+    keep(stored, NAMES[40:90])
+    assert read == []
+    stored.hash_tables = HashTables()
+    keep(stored, NAMES[80:96])
+    assert read == [0]
+    stored.hash_tables = HashTables(bytes_max=100)
+    keep(stored, NAMES[:10])
+    keep(stored, NAMES[:10])
+    assert read == [0, 0, 0], "what does not fit is read each time"
+
+
+def test_what_a_failed_transaction_had_in_memory_is_gone(
+    stored: LmdbNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(stored, NAMES[:50])
+    read = reads_of_tables(monkeypatch)
+    stored.connect().set(0, NAMES[60], b"v")
+    stored.begin_merge()
+    stored.stop_merge(0)
+    assert read == []
+    stored.end_merge()
+    assert read == [0]
+    assert kept(stored) == of_now(stored).hashes
+
+
+def test_a_failover_log_that_is_the_same_is_not_written_again() -> None:
+    node = MemoryNode(partitions=2)
+    assert isinstance(node.env, MemoryEnv)
+    before = node.env.tables[FAILOVER_TABLE][b"\0\0"]
+    node.connect().set(0, NAMES[0], b"v")
+    node.merge()
+    assert node.env.tables[FAILOVER_TABLE][b"\0\0"] is before
+    node.connect().set(0, NAMES[0], b"w")
+    node.engine.keyspace.branch(0, 1, 0)
+    node.commit()
+    node.merge()
+    assert node.env.tables[FAILOVER_TABLE][b"\0\0"] != before
+
+
 def test_a_small_table_stays_where_a_record_is_damaged(stored: LmdbNode) -> None:
     node = stored
     keep(stored, NAMES[:110])
@@ -188,11 +245,12 @@ def test_a_small_table_stays_where_a_record_is_damaged(stored: LmdbNode) -> None
     small = KeyHashes(2, 110, of_now(node).hashes.at(2))
     key = b"\0\0\0" + NAMES[7]
     with node.env.write() as write:
-        put_hashes(write, 0, record, {0: small})
+        write.put(META_TABLE, *hashes_row(0, record, {0: small}))
         value = write.get(BY_KEY_TABLE, key)
         assert value is not None
         write.put(BY_KEY_TABLE, key, bytes(value[:-1]) + bytes([value[-1] ^ 1]))
     node.store.refresh()
+    node.hash_tables = HashTables()
     node.connect().set(0, NAMES[0], b"w")
     node.merge()
     found = kept(node)
@@ -212,7 +270,7 @@ def test_a_store_without_tables_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     record = node.store.partition(0)
     assert record is not None
     with node.env.write() as write:
-        put_hashes(write, 0, record._replace(high_seqno=99), {})
+        write.put(META_TABLE, *hashes_row(0, record._replace(high_seqno=99), {}))
     node.store.refresh()
     assert kept(node) is None
     assert of_now(node).hashes == wanted
@@ -230,6 +288,7 @@ def test_what_is_damaged_is_not_counted_and_harms_no_merge() -> None:
     node.merge()
     assert isinstance(node.env, MemoryEnv)
     del node.env.tables["meta"][b"hashes\0\0"]
+    node.hash_tables = HashTables()
     node.env.flip("by_key", b"\0\0\0" + NAMES[7], 5, 1)
     peer.set(0, NAMES[0], b"w")
     node.begin_merge()
@@ -253,7 +312,7 @@ def test_the_offline_check_counts_them() -> None:
 
     assert found() == []
     with node.env.write() as write:
-        put_hashes(write, 0, record, {0: KeyHashes(0, 100)})
+        write.put(META_TABLE, *hashes_row(0, record, {0: KeyHashes(0, 100)}))
     assert found() == [("count", "the hashes of collection 0x0 are not those of its documents")]
 
 

@@ -13,7 +13,7 @@ from keyspace_model import ModelPartition
 
 from support.stored_bytes import PAGE_BYTES, layout_of
 from vbucket.native import key_tree, new_staged
-from vbucket.native.key_hashes import Row, rows_of_buckets
+from vbucket.native.key_hashes import KeyHashes, Row, rows_of_buckets
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.hashes import form_of
 from vbucket.store.key_record import by_key_items
@@ -97,6 +97,25 @@ def test_loop_finds_what_python_finds(
     wanted = asked(bits, every)
     expected = [row for row in rows if first <= row[0] < STOP]
     assert read(data, first, wanted, bits, at_once) == rows_of_buckets(expected, FORM, bits, wanted)
+
+
+@settings(max_examples=30)
+@given(bits=st.integers(0, 12), at_once=st.sampled_from((1, 700, 1 << 16)))
+def test_loop_adds_the_hashes_that_python_adds(bits: int, at_once: int) -> None:
+    data, last_page, depth, root, _, rows = written()
+    tree = key_tree(memoryview(data), PAGE_BYTES, last_page, depth, root)
+    assert tree is not None
+    wanted, found = KeyHashes(bits), KeyHashes(bits)
+    wanted.change([], [row for row in rows if row[0].startswith(PREFIX + b"\x08")], FORM)
+    go_on: bytes | None = PREFIX + b"\x08"
+    while go_on is not None:
+        step = tree.add_hashes(go_on, STOP, at_once, found.sums, bits, *FORM)
+        assert step is not None
+        count, go_on = step
+        found.documents += count
+    assert (found.documents, found.sums) == (wanted.documents, wanted.sums)
+    with pytest.raises(ValueError, match="8 bytes for each bucket"):
+        tree.add_hashes(PREFIX, STOP, 1, bytearray(3), bits, *FORM)
 
 
 def test_an_answer_is_bounded() -> None:

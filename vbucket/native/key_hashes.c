@@ -86,6 +86,15 @@ static int are_buckets(PyObject *wanted, unsigned int bits)
     return 0;
 }
 
+/* Whether there is a sum for each bucket. */
+static int are_sums(PyObject *sums, unsigned int bits)
+{
+    if (bits <= BITS_MAX && PyByteArray_GET_SIZE(sums) == (Py_ssize_t)8 << bits)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "there are 8 bytes for each bucket");
+    return 0;
+}
+
 PyObject *loops_add_hashes(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *sums, *rows;
@@ -95,12 +104,8 @@ PyObject *loops_add_hashes(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O!IO!iny#nni", &PyByteArray_Type, &sums, &bits, &PyList_Type,
                           &rows, &sign, &form.prefix_at, &form.prefix, &form.prefix_bytes,
                           &form.cas_at, &form.rev_at, &form.opcode) ||
-        !are_in_order(&form))
+        !are_in_order(&form) || !are_sums(sums, bits))
         return NULL;
-    if (bits > BITS_MAX || PyByteArray_GET_SIZE(sums) != (Py_ssize_t)8 << bits) {
-        PyErr_SetString(PyExc_ValueError, "there are 8 bytes for each bucket");
-        return NULL;
-    }
     uint8_t *buckets = (uint8_t *)PyByteArray_AS_STRING(sums);
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
@@ -141,67 +146,124 @@ PyObject *loops_rows_within(PyObject *Py_UNUSED(module), PyObject *args)
     return found;
 }
 
-/* Appends a row to the list unless its bucket is not wanted. Returns 0 with an exception. */
-static int append_wanted(PyObject *found, const Node *node, const Form *form, unsigned int bits,
-                         const char *wanted)
+/* What becomes of the documents that a walk meets: rows of a list, if `wanted` has a 1 for their
+   bucket; or, if `wanted` is NULL, hashes that are added to the sums of their buckets. */
+typedef struct {
+    Form form;
+    unsigned int bits;
+    const char *wanted;
+    PyObject *found;
+    uint8_t *sums;
+    Py_ssize_t count; /* of documents that were added */
+} Sink;
+
+/* Returns 0 with an exception. */
+static int take(Sink *sink, const Node *node)
 {
     uint64_t place, hash;
     if (!is_document(node->key, (Py_ssize_t)node->key_bytes, node->value,
-                     (Py_ssize_t)node->value_bytes, form, &place, &hash) ||
-        !wanted[bits ? place >> (64 - bits) : 0])
+                     (Py_ssize_t)node->value_bytes, &sink->form, &place, &hash))
+        return 1;
+    uint64_t bucket = sink->bits ? place >> (64 - sink->bits) : 0;
+    if (sink->wanted == NULL) {
+        put_be(sink->sums + 8 * bucket, be64(sink->sums + 8 * bucket) + hash, 8);
+        sink->count++;
+        return 1;
+    }
+    if (!sink->wanted[bucket])
         return 1;
     PyObject *row = Py_BuildValue("y#y#", node->key, (Py_ssize_t)node->key_bytes, node->value,
                                   (Py_ssize_t)node->value_bytes);
-    int is_appended = row != NULL && PyList_Append(found, row) == 0;
+    int is_appended = row != NULL && PyList_Append(sink->found, row) == 0;
     Py_XDECREF(row);
     return is_appended;
 }
 
-PyObject *key_tree_within(KeyTree *self, PyObject *args)
+enum { ALL_READ, MORE, DAMAGED, RAISED };
+
+/* Gives the sink the documents from `first` to below `stop`, of so many records at most. MORE:
+   `next` is the one to go on from. */
+static int walk(KeyTree *self, const Node *first, const Node *stop, Py_ssize_t left, Sink *sink,
+                Node *next)
 {
-    const char *first, *stop;
-    Py_ssize_t first_bytes, stop_bytes, left;
-    PyObject *wanted;
-    unsigned int bits;
-    Form form;
-    if (!PyArg_ParseTuple(args, "y#y#nSIny#nni", &first, &first_bytes, &stop, &stop_bytes, &left,
-                          &wanted, &bits, &form.prefix_at, &form.prefix, &form.prefix_bytes,
-                          &form.cas_at, &form.rev_at, &form.opcode) ||
-        !are_in_order(&form) || !are_buckets(wanted, bits))
-        return NULL;
-    PyObject *found = PyList_New(0);
-    const uint8_t *past = (const uint8_t *)stop;
-    Node node = {(const uint8_t *)first, NULL, (size_t)first_bytes, 0}; /* the last one */
+    Node node = *first; /* the last one; it has no value yet */
     Search search = {.key = node.key, .key_bytes = node.key_bytes};
-    int is_over = 0, is_unknown = 0;
     do {
         key_tree_search(self, &search, 1);
         if (search.outcome == FOUND)
             search.low = (search.low + search.high) / 2;
-        is_unknown = search.outcome == UNKNOWN ||
-                     (search.count && !key_tree_leaf_fits(self, &search));
-        for (; found != NULL && !is_unknown && search.low < search.count; search.low++) {
-            Node next;
-            is_unknown = !key_tree_node(self, &search, 0, &next);
-            if (is_unknown)
-                break;
-            int order = compare(next.key, next.key_bytes, node.key, node.key_bytes);
-            is_unknown = order < (node.value != NULL); /* it is not behind the last one */
-            is_over = compare(next.key, next.key_bytes, past, (size_t)stop_bytes) >= 0;
-            if (is_unknown || is_over)
-                break;
-            if (left-- <= 0 || PyList_GET_SIZE(found) == ROWS_MAX)
-                return Py_BuildValue("Ny#", found, next.key, (Py_ssize_t)next.key_bytes);
-            is_unknown = !record_is_sound(next.key, next.key_bytes, next.value, next.value_bytes);
-            if (!is_unknown && !append_wanted(found, &next, &form, bits, PyBytes_AS_STRING(wanted)))
-                Py_CLEAR(found);
-            node = next;
+        if (search.outcome == UNKNOWN || (search.count && !key_tree_leaf_fits(self, &search)))
+            return DAMAGED;
+        for (; search.low < search.count; search.low++) {
+            if (!key_tree_node(self, &search, 0, next) ||
+                compare(next->key, next->key_bytes, node.key, node.key_bytes) <
+                    (node.value != NULL)) /* it is not behind the last one */
+                return DAMAGED;
+            if (compare(next->key, next->key_bytes, stop->key, stop->key_bytes) >= 0)
+                return ALL_READ;
+            if (left-- <= 0 || (sink->found != NULL && PyList_GET_SIZE(sink->found) == ROWS_MAX))
+                return MORE;
+            if (!record_is_sound(next->key, next->key_bytes, next->value, next->value_bytes))
+                return DAMAGED;
+            if (!take(sink, next))
+                return RAISED;
+            node = *next;
         }
-    } while (found != NULL && !is_unknown && !is_over && key_tree_next_leaf(&search));
-    if (found == NULL)
-        return NULL;
-    if (!is_unknown)
+    } while (key_tree_next_leaf(&search));
+    return ALL_READ;
+}
+
+/* Returns what was found, a new reference, with the key to go on from; None if it is damaged. */
+static PyObject *walked(int outcome, PyObject *found, const Node *next)
+{
+    if (outcome == ALL_READ)
         return Py_BuildValue("NO", found, Py_None);
+    if (outcome == MORE)
+        return Py_BuildValue("Ny#", found, next->key, (Py_ssize_t)next->key_bytes);
     Py_DECREF(found);
+    if (outcome == RAISED)
+        return NULL;
     Py_RETURN_NONE;
+}
+
+PyObject *key_tree_within(KeyTree *self, PyObject *args)
+{
+    Node first = {0}, stop = {0}, next;
+    Py_ssize_t first_bytes, stop_bytes, left;
+    PyObject *wanted;
+    Sink sink = {0};
+    Form *form = &sink.form;
+    if (!PyArg_ParseTuple(args, "y#y#nSIny#nni", &first.key, &first_bytes, &stop.key, &stop_bytes,
+                          &left, &wanted, &sink.bits, &form->prefix_at, &form->prefix,
+                          &form->prefix_bytes, &form->cas_at, &form->rev_at, &form->opcode) ||
+        !are_in_order(form) || !are_buckets(wanted, sink.bits))
+        return NULL;
+    first.key_bytes = (size_t)first_bytes;
+    stop.key_bytes = (size_t)stop_bytes;
+    sink.wanted = PyBytes_AS_STRING(wanted);
+    sink.found = PyList_New(0);
+    if (sink.found == NULL)
+        return NULL;
+    return walked(walk(self, &first, &stop, left, &sink, &next), sink.found, &next);
+}
+
+PyObject *key_tree_add_hashes(KeyTree *self, PyObject *args)
+{
+    Node first = {0}, stop = {0}, next;
+    Py_ssize_t first_bytes, stop_bytes, left;
+    PyObject *sums;
+    Sink sink = {0};
+    Form *form = &sink.form;
+    if (!PyArg_ParseTuple(args, "y#y#nO!Iny#nni", &first.key, &first_bytes, &stop.key, &stop_bytes,
+                          &left, &PyByteArray_Type, &sums, &sink.bits, &form->prefix_at,
+                          &form->prefix, &form->prefix_bytes, &form->cas_at, &form->rev_at,
+                          &form->opcode) ||
+        !are_in_order(form) || !are_sums(sums, sink.bits))
+        return NULL;
+    first.key_bytes = (size_t)first_bytes;
+    stop.key_bytes = (size_t)stop_bytes;
+    sink.sums = (uint8_t *)PyByteArray_AS_STRING(sums);
+    int outcome = walk(self, &first, &stop, left, &sink, &next);
+    PyObject *count = PyLong_FromSsize_t(sink.count);
+    return count == NULL ? NULL : walked(outcome, count, &next);
 }

@@ -11,5 +11,6 @@
 PyObject *loops_add_hashes(PyObject *module, PyObject *args);
 PyObject *loops_rows_within(PyObject *module, PyObject *args);
 PyObject *key_tree_within(KeyTree *self, PyObject *args);
+PyObject *key_tree_add_hashes(KeyTree *self, PyObject *args);
 
 #endif

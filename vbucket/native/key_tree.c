@@ -525,6 +525,7 @@ static PyMethodDef methods[] = {
     {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
     {"rows_of", (PyCFunction)key_tree_rows_of, METH_VARARGS, NULL},
     {"within", (PyCFunction)key_tree_within, METH_VARARGS, NULL},
+    {"add_hashes", (PyCFunction)key_tree_add_hashes, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -328,6 +328,16 @@ class KeyTree:
         Return None if a page or a record is damaged.
         """
 
+    def add_hashes(
+        self, first: bytes, stop: bytes, records: int, sums: bytearray, bits: int, prefix_at: int,
+        prefix: bytes, cas_at: int, rev_at: int, opcode: int, /,
+    ) -> tuple[int, bytes | None] | None:  # fmt: skip
+        """Read records as `within` does, and add the hashes of documents to the sums of their
+        buckets. Return how many there were, and the key to go on from (None: all were read).
+
+        Return None if a page or a record is damaged; the sums mean nothing then.
+        """
+
 class LiveRun:
     """Cuts snapshots of live streams: once for all streams that get the same."""
 

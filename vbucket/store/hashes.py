@@ -21,15 +21,15 @@ is replaced after the last write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest, collection_of, encode_leb128
 from vbucket.native.key_hashes import BITS_MAX, KeyHashes, Row, RowForm, bits_for
-from vbucket.store.environment import KvReader, KvWrite, StoreDamagedError
+from vbucket.store.environment import KvEnv, KvReader, KvWrite, StoreDamagedError
 from vbucket.store.key_record import check_records
 from vbucket.store.records import (
     BY_KEY_TABLE,
@@ -39,15 +39,16 @@ from vbucket.store.records import (
     read_document,
 )
 
-if TYPE_CHECKING:
-    from vbucket.native.loops import KeyTree
-
 Tables = dict[int, KeyHashes]
 """Collection id -> the hashes of its documents. A collection without documents may be missing."""
 ROWS_AT_ONCE: Final = 4096
 """Records that are in memory while documents are counted again."""
 SCANNED_RECORDS: Final = 1 << 16
 """Records that are read in C without a pause: some milliseconds."""
+KEPT_BYTES_MAX: Final = 16 << 20
+"""Tables that a program which merges has in memory."""
+_TABLE_BYTES: Final = 256
+"""About what a table takes in memory besides its sums."""
 _KEY: Final = b"hashes"
 
 
@@ -62,7 +63,7 @@ def read_hashes(reader: KvReader, vb_id: int, record: PartitionRecord) -> Tables
     if not found:
         return None
     high_seqno, max_cas, tables = read_document(META_TABLE, *found[0])
-    if (high_seqno, max_cas) != (record.high_seqno, record.max_cas):
+    if (high_seqno, max_cas) != _state_of(record):
         return None
     return {
         collection_id: KeyHashes(bits, documents, sums)
@@ -77,42 +78,134 @@ def stored_hashes(reader: KvReader, vb_id: int, record: PartitionRecord) -> Tabl
     return None
 
 
-def hashes_to_change(write: KvWrite, vb_id: int, record: PartitionRecord) -> Tables | None:
-    """Return `stored_hashes` for a merge that has written nothing of the partition. Small tables
-    have more buckets than the store's.
+def hashes_row(vb_id: int, record: PartitionRecord, tables: Tables) -> tuple[bytes, bytes]:
+    """Return the row of the tables that belong to a partition's record."""
+    key = _KEY + vb_id.to_bytes(2, "big")
+    documents = {each: [table.documents, table.bits, table.sums] for each, table in tables.items()}
+    return key, pack_document(META_TABLE, key, [*_state_of(record), documents])
+
+
+def _state_of(record: PartitionRecord) -> tuple[int, int]:
+    return record.high_seqno, record.max_cas
+
+
+class _Kept(NamedTuple):
+    state: tuple[int, int]
+    tables: Tables
+    size: int
+
+
+class HashTables:
+    """The tables of partitions, for a program that merges and loads. It has in memory what it has
+    written, so it reads a partition's tables once.
+
+    Invariant: what is in memory belongs to records that are committed, or that the transaction
+    under way has written.
     """
-    tables = stored_hashes(write, vb_id, record)
-    small = [each for each, table in (tables or {}).items() if table.is_small]
+
+    def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
+        """`bytes_max`: of the tables in memory."""
+        self._bytes_left = self._bytes_max = bytes_max
+        self._kept: dict[int, _Kept] = {}
+        self._unwritten: list[tuple[bytes, bytes]] = []
+
+    @contextmanager
+    def changing(self, env: KvEnv) -> Iterator[KvWrite]:
+        """Begin a transaction that may change tables; at its end they are written."""
+        is_committed = False
+        try:
+            with env.write() as write:
+                yield write
+                write.put_sorted(META_TABLE, sorted(self._unwritten))
+            is_committed = True
+        finally:
+            self._unwritten.clear()
+            if not is_committed:
+                self._kept.clear()
+                self._bytes_left = self._bytes_max
+
+    def to_change(self, write: KvWrite, vb_id: int, record: PartitionRecord) -> Tables | None:
+        """Return `stored_hashes` for a merge that has written nothing of the partition. Small
+        tables have more buckets than the store's.
+        """
+        if not record.keys:
+            return {}
+        kept = self._take(vb_id)
+        if kept is not None and kept.state == _state_of(record):
+            tables: Tables | None = kept.tables
+        else:
+            tables = stored_hashes(write, vb_id, record)
+        for collection_id, table in (tables or {}).items():
+            if table.is_small:
+                larger = _counted_in_c(write, vb_id, collection_id, table.documents)
+                if larger == table:
+                    table.bits, table.sums = larger.bits, larger.sums
+        return tables
+
+    def keep(
+        self,
+        write: KvWrite,
+        vb_id: int,
+        record: PartitionRecord,
+        tables: Tables | None,
+        manifest: Manifest,
+    ) -> None:
+        """Take the tables after a merge that has written its records; count again what there is no
+        table of, or what has too few buckets. If other records are damaged, they are not counted:
+        the merge does not need them.
+        """
+        with suppress(StoreDamagedError):
+            if tables is None:
+                tables = counted_hashes(write, vb_id)
+            small = {
+                each: bits_for(table.documents)
+                for each, table in tables.items()
+                if table.is_much_too_small
+            }
+            if small:
+                tables |= counted_hashes(write, vb_id, small)
+        if tables is None:
+            return
+        for collection_id in [each for each in tables if manifest.is_gone(each)]:
+            del tables[collection_id]
+        self._unwritten.append(hashes_row(vb_id, record, tables))
+        self._take(vb_id)
+        size = _bytes_of(tables)
+        if size <= self._bytes_left:
+            self._bytes_left -= size
+            self._kept[vb_id] = _Kept(_state_of(record), tables, size)
+
+    def _take(self, vb_id: int) -> _Kept | None:
+        """Return what is in memory of a partition; it is there no longer."""
+        kept = self._kept.pop(vb_id, None)
+        if kept is not None:
+            self._bytes_left += kept.size
+        return kept
+
+
+def _bytes_of(tables: Tables) -> int:
+    return sum(_TABLE_BYTES + len(table.sums) for table in tables.values())
+
+
+def _counted_in_c(write: KvWrite, vb_id: int, collection_id: int, documents: int) -> KeyHashes:
+    """Return a table with buckets for so many documents, of the committed ones that are found:
+    none if there are no loops in C.
+    """
+    form, larger = form_of(collection_id), KeyHashes(bits_for(documents))
     tree = None
     with suppress(StoreDamagedError):
-        tree = write.tree(BY_KEY_TABLE) if small else None
-    if tables is not None and tree is not None:
-        for collection_id in small:
-            table = _counted_in_c(tree, vb_id, collection_id, tables[collection_id].documents)
-            if table == tables[collection_id]:
-                tables[collection_id] = table
-    return tables
-
-
-def _counted_in_c(tree: KeyTree, vb_id: int, collection_id: int, documents: int) -> KeyHashes:
-    """Return a table with buckets for so many documents, of those that are found."""
-    form, table = form_of(collection_id), KeyHashes(bits_for(documents))
+        tree = write.tree(BY_KEY_TABLE)
+    if tree is None:
+        return larger
     first: bytes | None = vb_id.to_bytes(2, "big") + form.prefix
     stop = vb_id.to_bytes(2, "big") + form.stop
     while first is not None:
-        rows, first = tree.within(first, stop, SCANNED_RECORDS, b"\1", 0, *form) or ([], None)
-        table.change([], rows, form)
-    return table
-
-
-def put_hashes(write: KvWrite, vb_id: int, record: PartitionRecord, tables: Tables) -> None:
-    """Write the tables that belong to a partition's new record."""
-    key = _KEY + vb_id.to_bytes(2, "big")
-    document = [
-        record.high_seqno, record.max_cas,
-        {each: [table.documents, table.bits, bytes(table.sums)] for each, table in tables.items()},
-    ]  # fmt: skip
-    write.put(META_TABLE, key, pack_document(META_TABLE, key, document))
+        found = tree.add_hashes(first, stop, SCANNED_RECORDS, larger.sums, larger.bits, *form)
+        if found is None:
+            return KeyHashes()
+        larger.documents += found[0]
+        first = found[1]
+    return larger
 
 
 @lru_cache(maxsize=64)
@@ -140,33 +233,6 @@ def change_hashes(
 def collections_of(rows: Iterable[Row]) -> set[int]:
     """Return the collections of some records."""
     return {collection_of(key[2:]) if key[2] else DEFAULT_COLLECTION for key, _ in rows}
-
-
-def keep_hashes(
-    write: KvWrite,
-    vb_id: int,
-    record: PartitionRecord,
-    tables: Tables | None,
-    manifest: Manifest,
-) -> None:
-    """Write the tables after a merge that has written its records; count again what there is no
-    table of, or what has too few buckets. If other records are damaged, they are not counted: the
-    merge does not need them.
-    """
-    with suppress(StoreDamagedError):
-        if tables is None:
-            tables = counted_hashes(write, vb_id)
-        small = {
-            each: bits_for(table.documents)
-            for each, table in tables.items()
-            if table.is_much_too_small
-        }
-        if small:
-            tables |= counted_hashes(write, vb_id, small)
-    if tables is not None:
-        for collection_id in [each for each in tables if manifest.is_gone(each)]:
-            del tables[collection_id]
-        put_hashes(write, vb_id, record, tables)
 
 
 def counted_hashes(reader: KvReader, vb_id: int, bits: dict[int, int] | None = None) -> Tables:

@@ -283,14 +283,20 @@ def put_quarantine(write: KvWrite, items: Quarantine) -> None:
         write.delete(META_TABLE, _QUARANTINE_KEY)
 
 
-def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
-    """Write a partition's record, its failover log included."""
+def put_partition(
+    write: KvWrite, vb_id: int, record: PartitionRecord, stored: PartitionRecord | None = None
+) -> None:
+    """Write a partition's record, its failover log included. `stored`: the record that the store
+    has; what is the same there is not written.
+    """
     key = vb_id.to_bytes(2, "big")
     document = record._asdict()
     for name in ("mended", "snapshot"):
         if document[name] is None:
             del document[name]
-    _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
+    failover = document.pop("failover")
+    if stored is None or stored.failover != failover:
+        _put_document(write, FAILOVER_TABLE, key, failover)
     _put_document(write, STATE_TABLE, key, document)
 
 

@@ -37,6 +37,7 @@ from vbucket.log.record import (
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvEnv, KvWrite
+from vbucket.store.hashes import HashTables
 from vbucket.store.records import (
     STORE_FORMAT_VERSION,
     NodeRecord,
@@ -89,6 +90,7 @@ def merge(
     env: KvEnv,
     segments: Iterable[tuple[int, bytes]],
     *,
+    hash_tables: HashTables | None = None,
     before_commit: Callable[[], None] = lambda: None,
     body_bytes_target: int = BODY_BYTES_TARGET,
     native: bool = True,
@@ -101,11 +103,12 @@ def merge(
 
     Segments that are in the store already are skipped. If a partition's data is damaged, the
     transaction is aborted, and `segments` is iterated again without that partition; so it is after
-    an earlier merge was finished. `before_commit` is called for each slice, and may raise to abort
-    the merge. `native`: use the loops in C where they are built (the result is the same). `step` is
-    called after each staged group and each merged partition, and may wait. `before_undo` is called
-    with each partition of which stored versions are undone: what others know of its blocks ends.
-    `mend` is called once with a damaged partition, between transactions; True: it is tried again.
+    an earlier merge was finished. `hash_tables`: those of the merges before. `before_commit` is
+    called for each slice, and may raise to abort the merge. `native`: use the loops in C where they
+    are built (the result is the same). `step` is called after each staged group and each merged
+    partition, and may wait. `before_undo` is called with each partition of which stored versions
+    are undone: what others know of its blocks ends. `mend` is called once with a damaged partition,
+    between transactions; True: it is tried again.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then some
     slices may have been merged, and the next merge goes on after them.
@@ -114,13 +117,15 @@ def merge(
     tried: set[int] = set()
     high_seqnos: dict[int, int] = {}
     entries = 0
+    hash_tables = hash_tables or HashTables()
     while True:
         one = _Pass(
-            segments, damaged, body_bytes_target, slice_pages, step, before_undo, native=native
-        )
+            segments, damaged, hash_tables, body_bytes_target, slice_pages, step, before_undo,
+            native=native,
+        )  # fmt: skip
         try:
             while one.has_more:
-                with env.write() as write:
+                with hash_tables.changing(env) as write:
                     one.merge_slice(write)
                     before_commit()
         except PartitionDamagedError as error:
@@ -149,6 +154,7 @@ class _Pass:
         self,
         segments: Iterable[tuple[int, bytes]],
         damaged: Mapping[int, str],
+        hash_tables: HashTables,
         body_bytes_target: int,
         slice_pages: int,
         step: Callable[[], None],
@@ -158,6 +164,7 @@ class _Pass:
     ) -> None:
         self._segments = segments
         self._damaged = damaged
+        self._hash_tables = hash_tables
         self._body_bytes_target = body_bytes_target
         self._slice_pages = slice_pages
         self._step = step
@@ -277,13 +284,15 @@ class _Pass:
         """Merge a partition: by the native loops, or by Python if the stage has more than changes
         of documents, or data is damaged.
         """
-        staged = staging.staged(stage.vb_id)
+        staged, tables = staging.staged(stage.vb_id), self._hash_tables
         if staged is not None:
-            merged = plain_changes(write, stage, staged, self._body_bytes_target)
+            merged = plain_changes(write, stage, staged, tables, self._body_bytes_target)
             if merged is not None:
-                return put_plain(write, stage, merged, staging.manifest, rows)
+                return put_plain(write, stage, merged, staging.manifest, rows, tables)
         staging.list_entries(stage)
-        return merge_partition(write, view, stage, staging.manifest, rows, self._body_bytes_target)
+        return merge_partition(
+            write, view, stage, staging.manifest, rows, tables, self._body_bytes_target
+        )
 
     def _put_progress(self, write: KvWrite, view: StoreView, staging: Staging) -> None:
         """Note which partitions the slices so far have merged, and which they left out."""

@@ -25,13 +25,7 @@ from vbucket.model.manifest import DEFAULT_COLLECTION, Manifest, collection_of
 from vbucket.store.block import Block, block_key, build_blocks
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvWrite, StoreDamagedError
-from vbucket.store.hashes import (
-    Tables,
-    change_hashes,
-    collections_of,
-    hashes_to_change,
-    keep_hashes,
-)
+from vbucket.store.hashes import HashTables, Tables, change_hashes, collections_of
 from vbucket.store.key_record import (
     BY_KEY_RECORD,
     NO_EXPIRY,
@@ -70,7 +64,7 @@ _EMPTIED_AT_ONCE: Final = 1000
 
 def merge_partition(
     write: KvWrite, view: StoreView, stage: Stage, manifest: Manifest, rows: ExpiryRows,
-    body_bytes_target: int,
+    hash_tables: HashTables, body_bytes_target: int,
 ) -> PartitionRecord:  # fmt: skip
     """Write one partition's stage; return its record. Reads come first, then writes.
 
@@ -82,7 +76,7 @@ def merge_partition(
         _empty(write, stage, rows)
     was_trimmed = stage.trim_to is not None
     record = stage.record
-    hashes = hashes_to_change(write, vb_id, stage.stored) if record.keys else {}
+    hashes = hash_tables.to_change(write, vb_id, stage.stored) if record.keys else {}
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
         undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
@@ -129,13 +123,13 @@ def merge_partition(
         versions=versions,
         keys=record.keys + changes.more_keys,
     )
-    put_partition(write, vb_id, record)
-    keep_hashes(write, vb_id, record, hashes, manifest)
+    put_partition(write, vb_id, record, stage.stored)
+    hash_tables.keep(write, vb_id, record, hashes, manifest)
     return record
 
 
 def plain_changes(
-    write: KvWrite, stage: Stage, staged: Staged, body_bytes_target: int
+    write: KvWrite, stage: Stage, staged: Staged, hash_tables: HashTables, body_bytes_target: int
 ) -> Merged | None:
     """Return what `put_plain` would write. None: Python should merge the partition."""
     vb_id, record = stage.vb_id, stage.record
@@ -143,8 +137,8 @@ def plain_changes(
     if asked is None:
         return None
     assert stage.trim_to is None, "a partition that is rolled back is listed"
-    stage.replaced = found = list(write.get_many(BY_KEY_TABLE, asked))
-    stage.hashes = hashes_to_change(write, vb_id, stage.stored)
+    stage.replaced = found = _committed_rows(write, asked)
+    stage.hashes = hash_tables.to_change(write, vb_id, stage.stored)
     before = last_row(write, vb_id)
     tail = None if before is None else (before[0], bytes(before[1]))
     tally = CollectionCounts(record.tally)
@@ -154,9 +148,21 @@ def plain_changes(
     )  # fmt: skip
 
 
+def _committed_rows(write: KvWrite, full_keys: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the records of ascending keys, of a partition that this transaction has not changed.
+    The loop in C finds them in the committed pages; LMDB finds the rest, or tells what is damaged.
+    """
+    tree = None
+    with suppress(StoreDamagedError):
+        tree = write.tree(BY_KEY_TABLE)
+    rows, unproven = ([], full_keys) if tree is None else tree.rows_of(b"", full_keys)
+    return sorted([*rows, *write.get_many(BY_KEY_TABLE, unproven)]) if unproven else rows
+
+
 def put_plain(
-    write: KvWrite, stage: Stage, merged: Merged, manifest: Manifest, rows: ExpiryRows
-) -> PartitionRecord:
+    write: KvWrite, stage: Stage, merged: Merged, manifest: Manifest, rows: ExpiryRows,
+    hash_tables: HashTables,
+) -> PartitionRecord:  # fmt: skip
     """Write what the native loops have merged; return the partition's record."""
     vb_id, record = stage.vb_id, stage.record
     items, blocks, expiries, more_keys, more_documents, last_seqno, max_cas, versions, others = (
@@ -183,8 +189,8 @@ def put_plain(
         versions=record.versions + versions,
         keys=record.keys + more_keys,
     )
-    put_partition(write, vb_id, record)
-    keep_hashes(write, vb_id, record, stage.hashes, manifest)
+    put_partition(write, vb_id, record, stage.stored)
+    hash_tables.keep(write, vb_id, record, stage.hashes, manifest)
     return record
 
 

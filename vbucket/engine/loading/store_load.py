@@ -33,6 +33,7 @@ from vbucket.native import entries_loop, new_staged
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
+from vbucket.store.hashes import HashTables
 from vbucket.store.records import BY_KEY_TABLE, STORE_FORMAT_VERSION, PartitionRecord
 from vbucket.store.store import StoreView
 from vbucket.upkeep.partition_merge import merge_partition, plain_changes, put_plain
@@ -92,17 +93,19 @@ def load(
     *,
     cas_max: int,
     manifest_uid: int,
+    hash_tables: HashTables | None = None,
     before_commit: Callable[[], None] = lambda: None,
     body_bytes_target: int = BODY_BYTES_TARGET,
     native: bool = True,
 ) -> list[LoadReport]:
     """Load partitions in one transaction; durable on return. Return a report for each.
 
-    `native`: use the loops in C where they are built (the result is the same). Raises
-    StoreFullError, StoreFailedError, and StoreDamagedError for damage that is found while writing;
-    then nothing was loaded.
+    `hash_tables`: those of the merges before. `native`: use the loops in C where they are built
+    (the result is the same). Raises StoreFullError, StoreFailedError, and StoreDamagedError for
+    damage that is found while writing; then nothing was loaded.
     """
-    with env.write() as write:
+    hash_tables = hash_tables or HashTables()
+    with hash_tables.changing(env) as write:
         view = StoreView(write)
         node, manifest = view.node(), view.manifest()
         why = ""
@@ -113,7 +116,9 @@ def load(
         if why:
             return [LoadReport(request.vb_id, why) for request in requests]
         rows = ExpiryRows()
-        loads = _Loads(write, manifest, rows, cas_max, body_bytes_target, native=native)
+        loads = _Loads(
+            write, manifest, rows, hash_tables, cas_max, body_bytes_target, native=native
+        )
         reports = [loads.run(request) for request in requests]
         rows.write(write)
         before_commit()
@@ -128,6 +133,7 @@ class _Loads:
         write: KvWrite,
         manifest: Manifest,
         rows: ExpiryRows,
+        hash_tables: HashTables,
         cas_max: int,
         body_bytes_target: int,
         *,
@@ -137,6 +143,7 @@ class _Loads:
         self._view = StoreView(write)
         self._manifest = manifest
         self._rows = rows
+        self._hash_tables = hash_tables
         self._cas_max = cas_max
         self._body_bytes_target = body_bytes_target
         self._entries_of = entries_loop() if native else None
@@ -187,7 +194,9 @@ class _Loads:
                 return None
             seqno += count
         try:
-            merged = plain_changes(self._write, stage, staged, self._body_bytes_target)
+            merged = plain_changes(
+                self._write, stage, staged, self._hash_tables, self._body_bytes_target
+            )
         except StoreDamagedError as error:
             raise _NotLoadedError(str(error)) from error
         if merged is None:
@@ -199,7 +208,7 @@ class _Loads:
             return None
         if stage.record.keys:
             self._check_new(stage.record, [full_key for full_key, _ in items])
-        return put_plain(self._write, stage, merged, self._manifest, self._rows)
+        return put_plain(self._write, stage, merged, self._manifest, self._rows, self._hash_tables)
 
     def _load(self, request: LoadRequest, stage: Stage) -> PartitionRecord:
         """Do the same in Python, for all kinds of frames."""
@@ -227,8 +236,9 @@ class _Loads:
         if (tail.last_seqno if tail else 0) != stage.record.last_seqno:
             raise _NotLoadedError("blocks of the partition are missing")
         return merge_partition(
-            self._write, self._view, stage, self._manifest, self._rows, self._body_bytes_target
-        )
+            self._write, self._view, stage, self._manifest, self._rows, self._hash_tables,
+            self._body_bytes_target,
+        )  # fmt: skip
 
     def _check_new(self, record: PartitionRecord, full_keys: Sequence[bytes]) -> None:
         """Raise _NotLoadedError if the store has one of these keys."""

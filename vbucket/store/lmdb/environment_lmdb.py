@@ -136,7 +136,8 @@ class LmdbWrite:
 
     Only LMDB knows what the transaction has written, so reads use LMDB. Before LMDB walks along a
     table, the committed pages on its way are checked, because a page of the wrong type would end
-    the process. Single keys are read in a nested transaction, which can fail without this one.
+    the process. Single keys are read in a nested transaction, which can fail without this one. What
+    the committed pages have is enough as long as a table has not changed.
     """
 
     def __init__(
@@ -150,6 +151,8 @@ class LmdbWrite:
         self._cursors: dict[str, Any] = {}
         self._ends: dict[str, bytes] = {}
         """Table -> a key at or above all of its keys."""
+        self._changed: set[str] = set()
+        """The tables that this transaction may have written to."""
         self._pages: PageReader | None = None
         self._why_lost = ""
         self._kept = kept
@@ -188,7 +191,9 @@ class LmdbWrite:
 
     def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """See KvReader."""
-        self._committed().last_at_or_before(table, key)
+        committed = self._committed().last_at_or_before(table, key)
+        if table not in self._changed:
+            return committed and (committed[0], bytes(committed[1]))
         with (
             self._inner(table, key) as inner,
             inner.cursor(db=self._tables[table]) as cursor,
@@ -250,7 +255,8 @@ class LmdbWrite:
         """See KvWrite. Keys above all others are appended, without a search for each."""
         if not items:
             return
-        assert table not in self._kept, "rows that are kept are put one by one"
+        if table in self._kept:
+            self.written += [(table, key, value) for key, value in items]
         is_above = items[0][0] > self._end_of(table)
         self._check_before_write(table, [key for key, _ in (items[:1] if is_above else items)])
         cursor = self._cursors.get(table)
@@ -302,6 +308,7 @@ class LmdbWrite:
 
     def _check_before_write(self, table: str, keys: Sequence[bytes]) -> None:
         """Check the pages that a write would copy: an outdated one must not become a new one."""
+        self._changed.add(table)
         try:
             self._check(table, keys)
         except WriteLostError:

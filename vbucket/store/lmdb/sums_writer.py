@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import count, repeat
 from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Final, NamedTuple
@@ -45,6 +46,7 @@ _WRONG: Final = 0xFFFFFFFF
 _U64: Final = Struct("=Q").unpack_from
 _PAGE_HEAD: Final = Struct("=8xHHHH").unpack_from
 _NODE: Final = Struct("=IHH").unpack_from
+_LINK: Final = Struct("=IH").unpack_from
 _PAGE_HEADER_BYTES: Final = 16
 _NODE_HEADER_BYTES: Final = 8
 _BRANCH: Final = 1
@@ -56,6 +58,10 @@ State = dict[str, Tree]
 
 Bounds = tuple[bytes, bytes | None]
 """The keys that a page can have: low <= key < high."""
+_Link = tuple[int, int]
+"""How a branch names a child: the low and the high bits of its number."""
+_Place = tuple[tuple[bytes, Sequence[int], Bounds], int]
+"""A branch, where its nodes are and its bounds, and which of the nodes leads to the child."""
 
 
 class Changed(NamedTuple):
@@ -266,29 +272,31 @@ class _Comparison:
                     level[tree.root] = (b"", None)
             for number in levels[0].keys() & levels[1].keys():
                 del levels[0][number], levels[1][number]
-            below: list[dict[int, Bounds]] = [{}, {}]
+            below: list[dict[_Link, _Place]] = [{}, {}]
             for level, parts, children in zip(levels, found, below, strict=True):
                 if level:
                     parts.append(Changed(table, height, self._page_bytes, level))
-                for number, (low, high) in level.items() if height else ():
-                    children.update(self._children(number, low, high))
-            levels = below
+                for number, bounds in level.items() if height else ():
+                    children.update(self._children(number, bounds))
+            both = below[0].keys() & below[1].keys()
+            levels = [
+                {
+                    size | flags << 32: _bounds_of(place)
+                    for (size, flags), place in each.items()
+                    if (size, flags) not in both
+                }
+                for each in below
+            ]
         return found
 
-    def _children(
-        self, number: int, low: bytes, high: bytes | None
-    ) -> Iterator[tuple[int, Bounds]]:
-        """Yield the children of a branch, and the keys that each can have."""
+    def _children(self, number: int, bounds: Bounds) -> Iterator[tuple[_Link, _Place]]:
+        """Return the children of a branch, which can have keys in these bounds."""
         if self._head(number)[0] != _BRANCH:
-            return
-        child, start = -1, low
-        for at, (key, flags, _, size) in enumerate(self._nodes(number)):
-            if at:
-                yield child, (start, key)
-                start = key
-            child = size | flags << 32
-        if child >= 0:
-            yield child, (start, high)
+            return iter(())
+        raw, slots = self._page(number)
+        links = map(_LINK, repeat(raw), slots)
+        places = zip(repeat((raw, slots, bounds)), count(), strict=False)
+        return zip(links, places, strict=False)
 
     def _large(self, table: str, number: int) -> Iterator[tuple[tuple[int, int], Bounds]]:
         """Yield first page and pages of the values of a leaf that have pages of their own."""
@@ -307,20 +315,46 @@ class _Comparison:
         _, flags, lower, _ = _PAGE_HEAD(self._view, start)
         return flags, min(lower, self._page_bytes)
 
-    def _nodes(self, number: int) -> Iterator[tuple[bytes, int, int, int]]:
-        """Yield for each node of a page: key, flags, where its value begins in the file, size."""
+    def _nodes(self, number: int) -> list[tuple[bytes, int, int, int]]:
+        """Return for each node of a page: key, flags, where its value begins in the file, size."""
+        raw, slots = self._page(number)
+        start = number * self._page_bytes + _NODE_HEADER_BYTES
+        found = []
+        for slot in slots:
+            size, flags, key_bytes = _NODE(raw, slot)
+            at = slot + _NODE_HEADER_BYTES
+            if at + key_bytes <= len(raw):
+                value_at = start + slot + key_bytes
+                found.append((raw[at : at + key_bytes], flags, value_at, size))
+        return found
+
+    def _page(self, number: int) -> tuple[bytes, Sequence[int]]:
+        """Return a page, and where its nodes are."""
         lower = self._head(number)[1]
         start = number * self._page_bytes
         raw = bytes(self._view[start : start + self._page_bytes])
         if len(raw) < self._page_bytes:
-            return
-        for slot in unpack_from(f"={max(lower - _PAGE_HEADER_BYTES, 0) // 2}H", raw, 16):
-            if slot + _NODE_HEADER_BYTES > len(raw):
-                return
-            size, flags, key_bytes = _NODE(raw, slot)
-            end = slot + _NODE_HEADER_BYTES + key_bytes
-            if end <= len(raw):
-                yield raw[end - key_bytes : end], flags, start + end, size
+            return raw, ()
+        slots = unpack_from(f"={max(lower - _PAGE_HEADER_BYTES, 0) // 2}H", raw, 16)
+        end = len(raw) - _NODE_HEADER_BYTES
+        if max(slots, default=0) > end:
+            slots = tuple(slot for slot in slots if slot <= end)
+        return raw, slots
+
+
+def _bounds_of(place: _Place) -> Bounds:
+    """Return the keys that a child can have."""
+    (raw, slots, (low, high)), index = place
+    if index:
+        low = _key_of(raw, slots[index])
+    if index + 1 < len(slots):
+        high = _key_of(raw, slots[index + 1])
+    return low, high
+
+
+def _key_of(raw: bytes, slot: int) -> bytes:
+    at = slot + _NODE_HEADER_BYTES
+    return raw[at : at + _NODE(raw, slot)[2]]
 
 
 def _damaged(

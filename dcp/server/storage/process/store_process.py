@@ -66,6 +66,7 @@ from vbucket.store.environment import (
     StoreFullError,
     with_room,
 )
+from vbucket.store.hashes import HashTables
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.lmdb.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.store.lmdb.page_sums import KnownSums
@@ -412,6 +413,7 @@ class StoreWork:
         self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
+        self._hash_tables = HashTables()
         self._scrub = ScrubWork(log_folder.parent, kept, by_heart)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -436,7 +438,7 @@ class StoreWork:
         segments = _SealedSegments(self._log_folder, request["segments"])
         self._rests.begin(request["id"], request["share"])
         report = merge(
-            self._env, segments, before_commit=self._before_commit,
+            self._env, segments, hash_tables=self._hash_tables, before_commit=self._before_commit,
             slice_pages=self._slice_pages, step=self._rests.step,
             before_undo=self._compactor.begin_again, mend=self._scrub.mend_partition,
         )  # fmt: skip
@@ -494,7 +496,7 @@ class StoreWork:
         return load(
             self._env, loads,
             cas_max=request["cas_max"], manifest_uid=request["manifest"],
-            before_commit=self._before_commit,
+            hash_tables=self._hash_tables, before_commit=self._before_commit,
         )  # fmt: skip
 
     def scrub(self, request: dict[str, Any]) -> ScrubReport:
