@@ -50,6 +50,8 @@ Invariants
     rotated(now_s)                    a memtable was set aside
     begin(now_s, usual_s) -> share    its merge begins, and may work for this share of the time
     hurry(now_s)                      somebody waits: it works all the time from now on
+    told(now_s, part)                 so much of it is done
+    left_s(now_s, usual_s)            how long it will take if it works all the time
     end()                             it is over, or failed
     worked_s(now_s)                   how long it has worked so far
 
@@ -294,6 +296,10 @@ class MergeDuty:
         self._worked_s = 0.0
         """What it worked before that."""
         self._share = 1.0
+        self._part = 0.0
+        """How much of it was done when that was last told, 0 to 1."""
+        self._expected_s = 0.0
+        """How long it will have worked at its end, by what was told; 0: nothing was."""
 
     @property
     def is_under_way(self) -> bool:
@@ -310,6 +316,7 @@ class MergeDuty:
         last one worked; 0: there was none.
         """
         self._since_s, self._worked_s = now_s, 0.0
+        self._part = self._expected_s = 0.0
         self._share = SHARE_UNKNOWN
         if usual_s and self._filled_s:
             needed = usual_s / (TIME_SHARE * self._filled_s)
@@ -330,6 +337,17 @@ class MergeDuty:
         """Return how long the merge has worked so far, without its rests."""
         return self._worked_s + self._share * (now_s - self._since_s)
 
+    def told(self, now_s: float, part: float) -> None:
+        """Take note that so much of the merge is done, 0 to 1; 0: nobody knows. It is less than
+        before if the merge has begun again.
+        """
+        if part and part != self._part:
+            self._part, self._expected_s = part, self.worked_s(now_s) / part
+
+    def left_s(self, now_s: float, usual_s: float) -> float:
+        """Estimate how long the merge will take if it does not rest."""
+        return left_of_merge_s(usual_s, self.worked_s(now_s), self._expected_s)
+
     def rest_s(self, worked_s: float) -> float:
         """Return how long to rest after a step that took so long; 0: there is no time to rest."""
         return min(REST_MAX_S, worked_s * (1 / self._share - 1))
@@ -346,15 +364,20 @@ groups that are larger than the last one.
 """
 USUAL_S_MIN: Final = 0.1
 """What a merge is expected to take at least: the first one has none before it."""
+LEFT_S_MIN: Final = 0.1
+"""What is left of a merge that told how much of it is done: its end is not told."""
 LATE_SHARE: Final = 0.25
 """A merge may take this much longer than the last one. If it takes even longer, it is expected to
-need this share of its time once more. Without that, a late merge would find the memtables full."""
+need this share of its time once more. Without that, a late merge would find the memtables full.
+Both only until it has told how much of it is done."""
 
 
-def left_of_merge_s(last_s: float, under_way_s: float) -> float:
+def left_of_merge_s(last_s: float, under_way_s: float, expected_s: float = 0.0) -> float:
     """Estimate how long a merge will take that has been under way for a while; the last one took
-    `last_s`.
+    `last_s`, and by what it has told it takes `expected_s` (0: it has told nothing).
     """
+    if expected_s:
+        return max(expected_s - under_way_s, LEFT_S_MIN)
     usual_s = max(USUAL_S_MIN, last_s) * (1 + LATE_SHARE)
     return max(usual_s - under_way_s, LATE_SHARE * under_way_s)
 

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.core.store_schedule import (
+    LEFT_S_MIN,
     REST_MAX_S,
     SHARE_MAX,
     SHARE_MIN,
     SHARE_UNKNOWN,
     TIME_SHARE,
     MergeDuty,
+    left_of_merge_s,
 )
 
 SECONDS = st.floats(0.001, 10_000.0)
@@ -66,3 +68,23 @@ def test_what_it_has_worked_is_known_and_a_hurry_ends_all_rests() -> None:
     assert not duty.is_under_way
     assert duty.begin(30_000.0, 2.0) == 0.4, "the next one rests again"
     assert duty.worked_s(30_001.0) == pytest.approx(0.4)
+
+
+def test_a_merge_takes_as_long_as_what_is_done_says() -> None:
+    duty, _ = begun(10.0, 2.0)
+    duty.hurry(20_000.0)
+    duty.told(20_001.0, 0.0)
+    assert duty.left_s(20_001.0, 2.0) == left_of_merge_s(2.0, 1.0), "nothing was told"
+    duty.told(20_002.0, 0.1)
+    assert duty.left_s(20_002.0, 2.0) == pytest.approx(18.0)
+    duty.told(20_004.0, 0.1)
+    assert duty.left_s(20_004.0, 2.0) == pytest.approx(16.0), "the same was told again"
+    duty.told(20_005.0, 0.5)
+    assert duty.left_s(20_005.0, 2.0) == pytest.approx(5.0)
+    duty.told(20_006.0, 0.2)
+    assert duty.left_s(20_006.0, 2.0) == pytest.approx(24.0), "it has begun again"
+    duty.told(20_010.0, 1.0)
+    assert duty.left_s(20_050.0, 2.0) == LEFT_S_MIN
+    duty.end()
+    duty.begin(30_000.0, 2.0)
+    assert duty.left_s(30_000.0, 2.0) == left_of_merge_s(2.0, 0.0), "of another one"

@@ -49,6 +49,7 @@ class Process:
         self.node = node
         self.error = error
         self.merge_s = 1.5
+        self.part = 0.0
         self.shares: list[float] = []
         self.rests = False
         """Whether merges wait until they are hurried."""
@@ -226,6 +227,8 @@ async def test_rests_are_no_part_of_what_a_merge_still_takes(
     shell.meter.merges.last_s = 4.0
     now_s += 2.0
     assert shell.merging.left_s() == left_of_merge_s(4.0, SHARE_UNKNOWN * 2.0)
+    shell.queue.process.part = 0.1
+    assert shell.merging.left_s() == pytest.approx(9.0), "it worked 1 s for a tenth"
     process.hurry()
     await shell.task
 

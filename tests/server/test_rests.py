@@ -32,7 +32,7 @@ def clock_and_rests() -> tuple[Clock, Rests]:
 def work(clock: Clock, rests: Rests, *steps_s: float) -> None:
     for step_s in steps_s:
         clock.now_s += step_s
-        rests.step()
+        rests.step(0.0)
 
 
 def test_it_rests_for_its_share_of_the_time() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import cbor2
 import pytest
@@ -18,9 +19,11 @@ from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
     HURRY,
+    LENGTH,
     PACKET,
     Inbox,
     Packets,
+    Replies,
     pack_reply,
     pack_request,
 )
@@ -104,6 +107,45 @@ async def test_a_request_may_be_cancelled_in_the_middle_of_its_reply(arrived_byt
     request = await pipes.request()
     pipes.stdout.feed_data(reply[arrived_bytes:] + pipes.reply(request, 222))
     assert await asyncio.wait_for(asked, 10) == 222
+
+
+async def test_beats_tell_how_much_of_a_merge_is_done() -> None:
+    pipes = Pipes()
+    process = process_of(pipes)
+    merging = asyncio.create_task(process.merge([1]))
+    request = await pipes.request()
+    assert process.part == 0.0
+    pipes.stdout.feed_data(pack_reply({"beat": 0.25}))
+    await settle()
+    assert process.part == 0.25
+    report = MergeReport(1, {}, 0, {}, [])
+    pipes.stdout.feed_data(pipes.reply(request, (report, 0.0)))
+    assert await asyncio.wait_for(merging, 10) == report
+    assert process.part == 0.0
+
+
+def test_the_child_beats_with_what_its_rests_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp.server.storage.process.store_messages.BEAT_S", 0.01)
+    rests = Rests()
+    rests.begin(1, 1.0)
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as server, os.fdopen(writing, "wb") as child:
+        replies = Replies(child, rests)
+        with replies.beating():
+            rests.step(0.5)
+            parts = [beat_of(server)]
+            while parts[-1] != 0.5:
+                parts.append(beat_of(server))
+        rests.begin(2, 1.0)
+    assert set(parts) <= {0.0, 0.5}
+    assert rests.part == 0.0
+
+
+def beat_of(server: BinaryIO) -> float:
+    """Read the next beat."""
+    (length,) = LENGTH.unpack(server.read(LENGTH.size))
+    message: dict[str, float] = cbor2.loads(server.read(length))
+    return message["beat"]
 
 
 async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(

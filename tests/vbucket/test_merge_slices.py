@@ -126,9 +126,12 @@ def test_a_slice_ends_after_so_many_changed_pages() -> None:
         writer.add(model.write(KEY, bytes(40_000)))
     writer.seal()
     commits: list[list[int] | None] = []
+    parts: list[float] = []
     merge(
-        env, writer.sealed(), before_commit=lambda: commits.append(part_merged(env)), slice_pages=20
-    )
+        env, writer.sealed(), before_commit=lambda: commits.append(part_merged(env)),
+        slice_pages=20, step=parts.append,
+    )  # fmt: skip
+    assert [part for part in parts if part] == [at / 8 for at in range(1, 9)], "it tells how far"
     assert commits == [None, [1, 2], [1, 4], [1, 6]], "two partitions have 20 pages"
     assert part_merged(env) is None
     for model in models:

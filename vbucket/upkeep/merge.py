@@ -95,7 +95,7 @@ def merge(
     body_bytes_target: int = BODY_BYTES_TARGET,
     native: bool = True,
     slice_pages: int = SLICE_PAGES,
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[float], None] = lambda _: None,
     before_undo: Callable[[int], None] = lambda _: None,
     mend: Callable[[int], bool] = lambda _: False,
 ) -> MergeReport:
@@ -106,9 +106,10 @@ def merge(
     an earlier merge was finished. `hash_tables`: those of the merges before. `before_commit` is
     called for each slice, and may raise to abort the merge. `native`: use the loops in C where they
     are built (the result is the same). `step` is called after each staged group and each merged
-    partition, and may wait. `before_undo` is called with each partition of which stored versions
-    are undone: what others know of its blocks ends. `mend` is called once with a damaged partition,
-    between transactions; True: it is tried again.
+    partition with the part of the partitions that is merged, 0 to 1, and may wait. `before_undo` is
+    called with each partition of which stored versions are undone: what others know of its blocks
+    ends. `mend` is called once with a damaged partition, between transactions; True: it is tried
+    again.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then some
     slices may have been merged, and the next merge goes on after them.
@@ -157,7 +158,7 @@ class _Pass:
         hash_tables: HashTables,
         body_bytes_target: int,
         slice_pages: int,
-        step: Callable[[], None],
+        step: Callable[[float], None],
         before_undo: Callable[[int], None],
         *,
         native: bool,
@@ -173,6 +174,8 @@ class _Pass:
         self._staging: Staging | None = None
         self._order: list[int] = []
         """Staged partitions that are not merged yet, the lowest last."""
+        self._partitions = 0
+        """How many were staged."""
         self._merged_segment = 0
         self._end: LogEnd | None = None
         """The end of the last record; None: unknown."""
@@ -208,7 +211,7 @@ class _Pass:
                 record = self._merge_stage(write, view, staging, stage, rows)
             self._high_seqnos[stage.vb_id] = record.high_seqno
             pages += stage.written_pages
-            self._step()
+            self._step(1 - len(self._order) / self._partitions)
         rows.write(write)
         if self._order:
             self._put_progress(write, view, staging)
@@ -235,6 +238,7 @@ class _Pass:
         self._stage_segments(staging, node)
         self._finishes_other = node.part_merged is not None
         self._order = sorted(staging.stages, reverse=True)
+        self._partitions = len(self._order)
         return staging
 
     def _stage_segments(self, staging: Staging, node: NodeRecord) -> None:
@@ -266,7 +270,7 @@ class _Pass:
                     payload = entries_from(payload, part.vb_id)  # noqa: PLW2901 - what is left of it
                 staging.add_group(segment, payload)
                 end = LogEnd(segment, at, group, crc)
-                self._step()
+                self._step(0.0)
             if self.stopped_early:
                 assert end is None or end.segment != segment, "a merge ends with a segment"
                 break

@@ -88,16 +88,16 @@ class Merging:
 
     def left_s(self) -> float:
         """Estimate how long the running merge will take, the wait for its turn included; 0 if none
-        runs. It takes about as long as the last one.
+        runs. It takes about as long as the last one, until it tells how much of it is done.
         """
         if not self.progress.began_s:
             return 0.0
-        ahead_s = under_way_s = 0.0
-        if self._duty.is_under_way:
-            under_way_s = self._duty.worked_s(time.monotonic())
-        else:
-            ahead_s = self._queue.ahead_s(Work.MERGE)
-        return ahead_s + left_of_merge_s(self._meter.last_s, under_way_s)
+        if not self._duty.is_under_way:
+            return self._queue.ahead_s(Work.MERGE) + left_of_merge_s(self._meter.last_s, 0.0)
+        now_s = time.monotonic()
+        if self._queue.process is not None:
+            self._duty.told(now_s, self._queue.process.part)
+        return self._duty.left_s(now_s, self._meter.last_s)
 
     def group_taken(self, group_bytes: int) -> None:
         """A commit group was taken; it may delay the next one."""

@@ -1,7 +1,7 @@
 """Rests of the store process between the steps of a merge that is in no hurry.
 
     begin(request, share)    a request may work for this share of the time
-    step()                   a step is done: rest, if it is time
+    step(part)               a step is done, and so much of the request: rest, if it is time
     hurry(request)           the server is in a hurry: no rest until the end of this request
 
 The server says how large the share is, and when it is in a hurry (`dcp.core.store_schedule`). It
@@ -45,12 +45,14 @@ class Rests:
         self._since_s = 0.0
         self.rested_s = 0.0
         """How long this request has rested so far."""
+        self.part = 0.0
+        """How much of the request is done, 0 to 1; 0 also if nobody can tell."""
 
     def begin(self, request: int, share: float) -> None:
         """A request begins, which may work for `share` of the time, above 0 and 1 at most."""
         self._rest = 1 / share - 1
         self._since_s = self._clock()
-        self.rested_s = 0.0
+        self.rested_s = self.part = 0.0
         self._is_hurried.clear()
         if self._hurried >= request:
             self._is_hurried.set()
@@ -60,8 +62,9 @@ class Rests:
         self._hurried = max(self._hurried, request)
         self._is_hurried.set()
 
-    def step(self) -> None:
+    def step(self, part: float) -> None:
         """A step is done. Rest, unless too little was done since the last rest."""
+        self.part = part
         now_s = self._clock()
         worked_s = now_s - self._since_s
         if worked_s < WORK_S or not self._rest or self._is_hurried.is_set():

@@ -7,7 +7,7 @@
       HURRY          this request rests no more (dcp.server.storage.process.rests)
     to the server    u32 length, then CBOR
       reply          {"id", "result"} or {"id", "error": name of the exception, "text"}
-      beat           {"beat"}, every BEAT_S while a request is handled: the child is alive
+      beat           {"beat": how much of a merge is done}, every BEAT_S while a request is handled
 
 Packets travel before the request that needs them, so the child has the next load while it writes
 the present one: a thread of the child (`Inbox`) reads while the main thread works.
@@ -34,7 +34,7 @@ import cbor2
 from dcp.server.storage.process.rests import Rests
 
 MESSAGE_BYTES_MAX: Final = 16 << 20
-BEAT_S: Final = 1.0
+BEAT_S: Final = 0.25
 HEAD: Final = struct.Struct(">BIQ")
 LENGTH: Final = struct.Struct(">I")
 REQUEST: Final = 0
@@ -126,8 +126,9 @@ class Inbox:
 class Replies:
     """The child's replies, and beats while a request is handled."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, rests: Rests) -> None:
         self._stream = stream
+        self._rests = rests
         self._turn = threading.Lock()
         self._is_busy = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
@@ -153,4 +154,4 @@ class Replies:
             if self._is_busy.is_set():
                 # The server may be gone. Then the main thread ends at the end of its input.
                 with suppress(OSError):
-                    self.send({"beat": True})
+                    self.send({"beat": self._rests.part})

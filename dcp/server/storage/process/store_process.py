@@ -130,6 +130,8 @@ class StoreProcess:
         """The sum of these, those of a load under way included."""
         self._merge_id = 0
         """The merge under way, unless it was hurried; 0: there is none."""
+        self.part = 0.0
+        """How much of the merge under way is done, 0 to 1; 0: not known yet."""
         self.merge_s = 0.0
         self.compact_s = 0.0
         """Durations of the last merge and of the last slice of a compaction, without the wait for
@@ -346,10 +348,11 @@ class StoreProcess:
             async with asyncio.timeout(self._silence_s):
                 await self._send(request)
             reply: dict[str, Any] = {}
-            # Skip beats, which have no id, and replies to cancelled requests.
+            # Beats have no id. Skip replies to cancelled requests.
             while reply.get("id") != request_id:
                 async with asyncio.timeout(self._silence_s):
                     reply = await self._read()
+                self.part = reply.get("beat", 0.0)
         except TimeoutError as error:
             self.kill()
             raise StoreProcessDiedError(
@@ -570,7 +573,7 @@ def _serve(
     """Answer requests until stdin ends."""
     # Not sys.stdin: a process that ends waits for a thread that reads it.
     stdin = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115 - read until the end
-    inbox, replies = Inbox(stdin, packets, rests), Replies(sys.stdout.buffer)
+    inbox, replies = Inbox(stdin, packets, rests), Replies(sys.stdout.buffer, rests)
     while (request := inbox.next_request()) is not None:
         with replies.beating():
             reply = handle(request)
