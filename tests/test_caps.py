@@ -73,7 +73,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "settings that change while the server runs": Feature(2, 160),
     "dcpctl explain partition": Feature(2, 332),
     "merges that find records in C and have hashes in memory": Feature(0, 101),
-    "merges that tell how much is done, so that writers need not stop": Feature(0, 34),
+    "merges that tell how much is done, so that writers need not stop": Feature(0, 44),
     "versions side by side, and new clusters that spread in less time": Feature(0, 30),
     "runs of all plain changes": Feature(0, 36),
     "live snapshots are cut once for all streams, more changes in runs": Feature(0, 30),

@@ -298,6 +298,9 @@ class MergeDuty:
         self._share = 1.0
         self._part = 0.0
         """How much of it was done when that was last told, 0 to 1."""
+        self._first_s = self._first = 0.0
+        """What it had worked when that was first told, and how much was done: what was before, the
+        log was read."""
         self._expected_s = 0.0
         """How long it will have worked at its end, by what was told; 0: nothing was."""
 
@@ -341,8 +344,15 @@ class MergeDuty:
         """Take note that so much of the merge is done, 0 to 1; 0: nobody knows. It is less than
         before if the merge has begun again.
         """
-        if part and part != self._part:
-            self._part, self._expected_s = part, self.worked_s(now_s) / part
+        if not part or part == self._part:
+            return
+        worked_s = self.worked_s(now_s)
+        if part < self._part or not self._part:
+            self._first_s, self._first = worked_s, part
+        else:
+            rate = (part - self._first) / max(worked_s - self._first_s, 1e-9)
+            self._expected_s = worked_s + (1 - part) / rate
+        self._part = part
 
     def left_s(self, now_s: float, usual_s: float) -> float:
         """Estimate how long the merge will take if it does not rest."""

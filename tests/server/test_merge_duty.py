@@ -76,13 +76,16 @@ def test_a_merge_takes_as_long_as_what_is_done_says() -> None:
     duty.told(20_001.0, 0.0)
     assert duty.left_s(20_001.0, 2.0) == left_of_merge_s(2.0, 1.0), "nothing was told"
     duty.told(20_002.0, 0.1)
-    assert duty.left_s(20_002.0, 2.0) == pytest.approx(18.0)
-    duty.told(20_004.0, 0.1)
-    assert duty.left_s(20_004.0, 2.0) == pytest.approx(16.0), "the same was told again"
-    duty.told(20_005.0, 0.5)
-    assert duty.left_s(20_005.0, 2.0) == pytest.approx(5.0)
-    duty.told(20_006.0, 0.2)
-    assert duty.left_s(20_006.0, 2.0) == pytest.approx(24.0), "it has begun again"
+    assert duty.left_s(20_002.0, 2.0) == left_of_merge_s(2.0, 2.0), "the log was read before"
+    duty.told(20_003.0, 0.2)
+    assert duty.left_s(20_003.0, 2.0) == pytest.approx(8.0)
+    duty.told(20_004.0, 0.2)
+    assert duty.left_s(20_004.0, 2.0) == pytest.approx(7.0), "the same was told again"
+    duty.told(20_006.0, 0.9)
+    assert duty.left_s(20_006.0, 2.0) == pytest.approx(0.5)
+    duty.told(20_007.0, 0.1)
+    duty.told(20_008.0, 0.2)
+    assert duty.left_s(20_008.0, 2.0) == pytest.approx(8.0), "it has begun again"
     duty.told(20_010.0, 1.0)
     assert duty.left_s(20_050.0, 2.0) == LEFT_S_MIN
     duty.end()
