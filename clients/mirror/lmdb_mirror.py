@@ -95,6 +95,12 @@ class LmdbStore:
                     f"{self._file.path}: {error}", hint="Delete the file to rebuild the mirror."
                 ) from error
 
+    def partitions_seen(self) -> int:
+        """Return how many partitions there are at least: as many as end with the last position."""
+        with self._file.reading() as transaction:
+            vb_ids = (int.from_bytes(row[1:], "big") for row, _ in rows_from(transaction, b"p"))
+            return 1 + max(vb_ids, default=0)
+
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
         """See MirrorStore."""
         subject = _U32.pack(collection_id) + b"\0".join(

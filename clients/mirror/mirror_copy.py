@@ -31,7 +31,7 @@ class MirrorCopy(Copy):
         if not Path(path).is_file():
             raise CheckpointError(f"{path}: there is no such file", hint="Name a mirror's file.")
         self._store = LmdbStore(path)
-        self.partitions_seen = 1 + max(self._store.positions(), default=0)
+        self.partitions_seen = self._store.partitions_seen()
         subject = self._store.subject()
         self._collection_id = 0 if subject is None else subject[0]
         if subject is not None and subject[1]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from itertools import compress
 from struct import Struct, pack
 from struct import error as StructError  # noqa: N812 - the struct module names its error in lower case
 from typing import Final, NamedTuple
@@ -163,7 +164,7 @@ def _cut_short(value: bytes) -> ValueError:
 
 def pack_buckets(wanted: bytes) -> bytes:
     """Return how many buckets are wanted, and which; `wanted` has a byte, 0 or 1, for each."""
-    numbers = [at for at, is_wanted in enumerate(wanted) if is_wanted]
+    numbers = list(compress(range(len(wanted)), wanted))
     return pack(f">{1 + len(numbers)}H", len(numbers), *numbers)
 
 

@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -72,9 +73,8 @@ class _Work:
     """One attempt, for as long as the partition in the store stays what it is."""
 
     def __init__(self, versions: Versions, part: Partition, collection_id: int) -> None:
-        self._versions = versions
-        self._part = part
-        self.form = form_of(collection_id)
+        self.versions, self.part = versions, part
+        self.collection_id, self.form = collection_id, form_of(collection_id)
         self.vb_uuid, self.seqno = part.vb_uuid, part.high_seqno
         self.record = versions.stored_record(part)
         self._prefix = encode_leb128(collection_id)
@@ -84,12 +84,15 @@ class _Work:
             self.newest.update(newest)
         """The newest version of each key that is in memory, of all collections; b"": there is
         none."""
+        self._last: tuple[list[bytes], list[Row]] = ([], [])
+        """What `rows_of` returned last: where few keys are in memory, it is asked again for all."""
 
     def pause(self) -> Generator[None, None, None]:
         """Yield. Raises _ChangedError."""
         yield
-        record = self._versions.stored_record(self._part)
-        if (self._part.vb_uuid, record) != (self.vb_uuid, self.record):
+        if (self.part.vb_uuid, self.versions.stored_record(self.part)) != (
+            self.vb_uuid, self.record,
+        ):  # fmt: skip
             raise _ChangedError
 
     def unmerged(self, first: bytes = b"") -> Iterator[list[bytes]]:
@@ -102,9 +105,12 @@ class _Work:
 
     def rows_of(self, keys: list[bytes]) -> list[Row]:
         """Return the records of documents among keys that are in memory, which must ascend."""
-        prefix = self._part.vb_id.to_bytes(2, "big")
-        live = [key for key in keys if (entry := self.newest[key]) and not is_deleted(entry)]
-        return by_key_items(prefix, live, [self.newest[key] for key in live]) if live else []
+        if keys != self._last[0]:
+            prefix = self.part.vb_id.to_bytes(2, "big")
+            live = [key for key in keys if (entry := self.newest[key]) and not is_deleted(entry)]
+            entries = [self.newest[key] for key in live]
+            self._last = keys, by_key_items(prefix, live, entries) if live else []
+        return self._last[1]
 
 
 def hashed(
@@ -113,11 +119,8 @@ def hashed(
     """Return the hashes of a collection in a partition. Raises StoreDamagedError."""
     while True:
         work = _Work(versions, part, collection_id)
-        try:
-            table = yield from _table_now(versions, part, collection_id, work)
-        except _ChangedError:
-            continue
-        return Hashed(work.vb_uuid, work.seqno, table)
+        with suppress(_ChangedError):
+            return Hashed(work.vb_uuid, work.seqno, (yield from _table_now(work)))
 
 
 def listed(
@@ -134,11 +137,8 @@ def listed(
     """
     while True:
         work = _Work(versions, part, collection_id)
-        try:
-            rows, has_more = yield from _rows(versions, part, work, bits, wanted, first, bytes_max)
-        except _ChangedError:
-            continue
-        return Listed(work.vb_uuid, work.seqno, rows, has_more)
+        with suppress(_ChangedError):
+            return (yield from _listed(work, bits, wanted, first, bytes_max))
 
 
 def differing_from(
@@ -153,47 +153,37 @@ def differing_from(
     """
     while True:
         work = _Work(versions, part, collection_id)
-        try:
-            table = yield from _table_now(versions, part, collection_id, work)
+        with suppress(_ChangedError):
+            table = yield from _table_now(work)
             bits = min(table.bits, copy.bits)
             wanted = differing(table.at(bits), copy.at(bits))
-            rows: list[Row] = []
-            has_more = False
-            if any(wanted):
-                rows, has_more = yield from _rows(
-                    versions, part, work, bits, wanted, b"", bytes_max
-                )
-        except _ChangedError:
-            continue
-        return Differing(bits, wanted, Listed(work.vb_uuid, work.seqno, rows, has_more))
+            if not any(wanted):
+                return Differing(bits, wanted, Listed(work.vb_uuid, work.seqno, [], False))
+            found = yield from _listed(work, bits, wanted, b"", bytes_max)
+            return Differing(bits, wanted, found)
 
 
-def _table_now(
-    versions: Versions, part: Partition, collection_id: int, work: _Work
-) -> Generator[None, None, KeyHashes]:
+def _table_now(work: _Work) -> Generator[None, None, KeyHashes]:
     """Return the hashes of what is in the store and in memory."""
-    table = yield from _table_of(versions, part, collection_id, work)
+    table = yield from _table_of(work)
     for at, some in enumerate(work.unmerged()):
         if at:
             yield from work.pause()
-        old = versions.stored_rows_of(part, some)
-        table.change(old, work.rows_of(some), work.form)
+        table.change(work.versions.stored_rows_of(work.part, some), work.rows_of(some), work.form)
     return table
 
 
-def _table_of(
-    versions: Versions, part: Partition, collection_id: int, work: _Work
-) -> Generator[None, None, KeyHashes]:
+def _table_of(work: _Work) -> Generator[None, None, KeyHashes]:
     """Return the hashes of what is in the store. It is counted if there is no table."""
     if work.record is None:
         return KeyHashes()
-    tables = versions.stored_hashes(part, work.record)
+    tables = work.versions.stored_hashes(work.part, work.record)
     if tables is not None:
-        return tables.get(collection_id) or KeyHashes()
+        return tables.get(work.collection_id) or KeyHashes()
     table = KeyHashes(BITS_MAX)
     first = work.form.prefix
     while True:
-        rows = versions.stored_rows(part, first, work.form.prefix)
+        rows = work.versions.stored_rows(work.part, first, work.form.prefix)
         table.change([], rows, work.form)
         if len(rows) < ROWS_AT_ONCE:
             return table
@@ -201,15 +191,9 @@ def _table_of(
         yield from work.pause()
 
 
-def _rows(
-    versions: Versions,
-    part: Partition,
-    work: _Work,
-    bits: int,
-    wanted: bytes,
-    first: bytes,
-    bytes_max: int,
-) -> Generator[None, None, tuple[list[Row], bool]]:
+def _listed(
+    work: _Work, bits: int, wanted: bytes, first: bytes, bytes_max: int
+) -> Generator[None, None, Listed]:
     form = work.form
     next_key = form.prefix + first
     found: list[Row] = []
@@ -222,7 +206,7 @@ def _rows(
     limit = bytes_max
     go_on = None if work.record is None else next_key
     while go_on is not None:
-        rows, go_on = versions.stored_rows_within(part, go_on, form, bits, wanted)
+        rows, go_on = work.versions.stored_rows_within(work.part, go_on, form, bits, wanted)
         more = [row for row in rows if row[0][2:] not in work.newest]
         found += more
         if go_on is not None:
@@ -234,7 +218,7 @@ def _rows(
         found = [row for row in found if row[0][2:] < go_on]
         has_more = True
     has_more |= _cut(found, bytes_max)
-    return found, has_more
+    return Listed(work.vb_uuid, work.seqno, found, has_more)
 
 
 def _cut(rows: list[Row], bytes_max: int) -> bool:

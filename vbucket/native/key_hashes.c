@@ -15,6 +15,7 @@
 #define K3 0x589965cc75374cc3u
 #define BITS_MAX 12
 #define ROWS_MAX 4096 /* that `within` returns */
+#define LINES_AHEAD 2 /* of the next leaf, loaded for each record of this one */
 
 /* Where the parts of a row are. */
 typedef struct {
@@ -194,7 +195,10 @@ static int walk(KeyTree *self, const Node *first, const Node *stop, Py_ssize_t l
             search.low = (search.low + search.high) / 2;
         if (search.outcome == UNKNOWN || (search.count && !key_tree_leaf_fits(self, &search)))
             return DAMAGED;
+        const uint8_t *ahead = key_tree_page_ahead(self, &search);
         for (; search.low < search.count; search.low++) {
+            for (int i = 0; ahead != NULL && i < LINES_AHEAD; i++, ahead += CACHE_LINE_BYTES)
+                PREFETCH(ahead); /* a page has some 40 records, and 64 lines */
             if (!key_tree_node(self, &search, 0, next) ||
                 compare(next->key, next->key_bytes, node.key, node.key_bytes) <
                     (node.value != NULL)) /* it is not behind the last one */

@@ -30,7 +30,6 @@
 #define DEPTH_MAX 32
 #define PAGE_BYTES_MIN 256
 #define PAGE_BYTES_MAX 0x8000
-#define CACHE_LINE_BYTES 64
 #define SUMS_HEADER_BYTES 16 /* store/lmdb/page_sums.py: the transaction, then checksums */
 #define SUMS_TRANSACTION_AT 8
 #define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
@@ -50,17 +49,32 @@ static uint32_t number32(const uint8_t *at)
     return number;
 }
 
+/* Returns a page, NULL if it is not within the file. */
+static const uint8_t *page_at(const KeyTree *tree, uint64_t number)
+{
+    if (number < FIRST_PAGE || number > tree->last_page ||
+        number >= (size_t)tree->file.len / tree->page_bytes)
+        return NULL;
+    return (const uint8_t *)tree->file.buf + number * tree->page_bytes;
+}
+
+/* Returns the number of the page that a node of a branch names. */
+static uint64_t child_of(const uint8_t *node)
+{
+    return number32(node) | (uint64_t)number16(node + 4) << 32;
+}
+
 /* Goes to a page. */
 static void descend(const KeyTree *tree, Search *search, uint64_t number)
 {
-    if (number < FIRST_PAGE || number > tree->last_page ||
-        number >= (size_t)tree->file.len / tree->page_bytes) {
+    const uint8_t *page = page_at(tree, number);
+    if (page == NULL) {
         search->outcome = UNKNOWN;
         return;
     }
     search->number = number;
-    search->page = (const uint8_t *)tree->file.buf + number * tree->page_bytes;
-    PREFETCH(search->page);
+    search->page = page;
+    PREFETCH(page);
 }
 
 /* Returns a node of the page, NULL if it is not within it. */
@@ -169,7 +183,7 @@ static void next_level(const KeyTree *tree, Search *search)
     if (node == NULL)
         search->outcome = UNKNOWN;
     else
-        descend(tree, search, number32(node) | (uint64_t)number16(node + 4) << 32);
+        descend(tree, search, child_of(node));
 }
 
 void key_tree_search(const KeyTree *tree, Search *searches, size_t count)
@@ -233,6 +247,11 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
     size_t start = (size_t)number * tree->page_bytes + PAGE_HEADER_BYTES;
     node->value = (const uint8_t *)tree->file.buf + start;
     return node->value_bytes <= (size_t)tree->file.len - start;
+}
+
+const uint8_t *key_tree_page_ahead(const KeyTree *tree, const Search *search)
+{
+    return search->to == NULL ? NULL : page_at(tree, child_of(search->to));
 }
 
 int key_tree_next_leaf(Search *search)

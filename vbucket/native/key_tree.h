@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#define CACHE_LINE_BYTES 64
 #define SEARCHES_MAX 64 /* at once: enough for waits for memory to overlap */
 
 #if defined(__GNUC__)
@@ -70,6 +71,10 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
 /* Whether the keys of the leaf where a search ended are within its bounds, and no node is there
    twice. */
 int key_tree_leaf_fits(const KeyTree *tree, const Search *search);
+
+/* Returns the page that follows the leaf where a search ended, as far as the way there tells; NULL:
+   none. It is for PREFETCH alone: it may be none of this tree's leaves. */
+const uint8_t *key_tree_page_ahead(const KeyTree *tree, const Search *search);
 
 /* Begins a search for the first key of the next leaf. Returns 0 if there is none. */
 int key_tree_next_leaf(Search *search);
