@@ -98,8 +98,8 @@ class LmdbStore:
     def partitions_seen(self) -> int:
         """Return how many partitions there are at least: as many as end with the last position."""
         with self._file.reading() as transaction:
-            vb_ids = (int.from_bytes(row[1:], "big") for row, _ in rows_from(transaction, b"p"))
-            return 1 + max(vb_ids, default=0)
+            last = max((row for row, _ in rows_from(transaction, b"p")), default=b"p")
+        return 1 + int.from_bytes(last[1:], "big")
 
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
         """See MirrorStore."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.stored_bytes import PAGE_BYTES, layout_of
+from vbucket.native import new_staged
 from vbucket.store.environment import StoreDamagedError, WriteLostError
 from vbucket.store.lmdb import lmdb_pages, sums_writer
 from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
@@ -119,6 +120,36 @@ def write_by(env: LmdbEnv, act: str, key: bytes) -> None:
             write.put_sorted("by_key", [(key, b"new")])
         else:
             write.delete("by_key", key)
+
+
+@pytest.mark.skipif(new_staged() is None, reason="the loops in C are not built (scripts/compile)")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_look_up_in_c_has_the_checksums_of_new_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    """Their file has grown since it was opened, or grows when the look-ups have begun."""
+    monkeypatch.setattr(sums_writer, "_GROWTH_BYTES", 64)
+    env = opened(tmp_path / "store")
+    keys = [b"%05d" % number for number in range(3000)]
+    change(env, [("by_key", keys[0], 9)], 1)
+    snapshot = env.snapshot()
+    assert snapshot.get("by_key", keys[0]) == b"\1" * 9
+    with monkeypatch.context() as late:
+        if is_late:
+            late.setattr(SumsWriter, "follow", lambda *_: [])
+        change(env, [("by_key", key, 9) for key in keys], 2)
+        snapshot.refresh()
+        tree = snapshot.tree("by_key")
+        assert tree is not None
+        assert tree.get(keys[-1]) == b"\2" * 9
+    with env.write():
+        pass  # writes the checksums that the last commit left out
+    tree = snapshot.tree("by_key")
+    assert tree is not None
+    assert {tree.get(key) for key in keys} == {b"\2" * 9}
+    absent = [key + b"x" for key in keys]
+    assert tree.rows_of(b"", absent) == ([], [])
+    env.close()
 
 
 @pytest.mark.parametrize("is_native", [True, False])

@@ -90,9 +90,8 @@ class _Work:
     def pause(self) -> Generator[None, None, None]:
         """Yield. Raises _ChangedError."""
         yield
-        if (self.part.vb_uuid, self.versions.stored_record(self.part)) != (
-            self.vb_uuid, self.record,
-        ):  # fmt: skip
+        record = self.versions.stored_record(self.part)
+        if (self.part.vb_uuid, record) != (self.vb_uuid, self.record):
             raise _ChangedError
 
     def unmerged(self, first: bytes = b"") -> Iterator[list[bytes]]:

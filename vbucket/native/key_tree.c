@@ -99,17 +99,21 @@ static int node_fits(const KeyTree *tree, const Search *search, const uint8_t *n
     return at <= tree->page_bytes && more <= tree->page_bytes - at;
 }
 
-/* Whether a page has the bytes that were written last, as far as its checksum is known. */
-static int is_written_last(const KeyTree *tree, const Search *search)
+/* Whether a page has the bytes that were written last, as far as its checksum is known; if it is
+   not, nothing is proven. */
+static int is_written_last(const KeyTree *tree, Search *search)
 {
     uint64_t known, number = search->number;
     const uint8_t *sums = tree->sums.buf;
     uint8_t bit = (uint8_t)(1 << (number & 7));
-    if (tree->compared == NULL || tree->compared[number / 8] & bit)
+    if (tree->compared != NULL && tree->compared[number / 8] & bit)
         return 1;
-    memcpy(&known, sums + SUMS_TRANSACTION_AT, sizeof known);
-    if (known < tree->transaction) /* the checksums of this state are being written */
+    if (tree->compared != NULL)
+        memcpy(&known, sums + SUMS_TRANSACTION_AT, sizeof known);
+    if (tree->compared == NULL || known < tree->transaction) { /* they are being written */
+        search->is_proven = 0;
         return 1;
+    }
     size_t at = SUMS_HEADER_BYTES + (size_t)number * 4;
     if (at + 4 > (size_t)tree->sums.len ||
         crc32c(0, search->page, tree->page_bytes) != number32(sums + at))
@@ -192,6 +196,7 @@ void key_tree_search(const KeyTree *tree, Search *searches, size_t count)
     size_t actives = 0;
     for (size_t i = 0; i < count; i++) {
         searches[i].outcome = ABSENT;
+        searches[i].is_proven = 1;
         searches[i].from = searches[i].to = NULL;
         if (tree->root == NO_ROOT)
             continue;
@@ -339,17 +344,6 @@ static Py_ssize_t begin_searches(const Py_buffer *prefix, PyObject *keys, Py_ssi
     return count;
 }
 
-/* Whether a key that was not found is not there: all pages on the way have their checksums, or
-   its neighbours are sound. */
-static int is_absent(const KeyTree *tree, const Search *search)
-{
-    uint64_t known = 0;
-    if (tree->compared != NULL)
-        memcpy(&known, (const uint8_t *)tree->sums.buf + SUMS_TRANSACTION_AT, sizeof known);
-    return search->outcome == ABSENT &&
-           (known >= tree->transaction || record_is_absent(tree, search));
-}
-
 /* Appends the row of a sound record to a list. Returns 0 if there is none, -1 with an exception. */
 static int take_row(const Search *search, PyObject *rows)
 {
@@ -380,7 +374,7 @@ static PyObject *key_tree_rows_of(KeyTree *self, PyObject *args)
             key_tree_search(self, searches, (size_t)count);
         for (Py_ssize_t i = 0; i < count && !is_bad; i++) {
             int taken = take_row(&searches[i], rows);
-            is_bad = taken < 0 || (!taken && !is_absent(self, &searches[i]) &&
+            is_bad = taken < 0 || (!taken && !record_is_absent(self, &searches[i]) &&
                                    PyList_Append(unproven, PyList_GET_ITEM(keys, first + i)));
         }
     }

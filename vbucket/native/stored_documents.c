@@ -4,8 +4,9 @@
    Invariants
    - a record counts if its checksum is right, a frame if its checksum, partition, key, seqno and
      CAS are;
-   - a key is absent only if it would be between two sound records of one leaf, within the bounds
-     that the branches give that leaf. */
+   - a key is absent only if all pages on the way have the bytes that were written last, or if it
+     would be between two sound records of one leaf, within the bounds that the branches give that
+     leaf. */
 
 #include "stored_documents.h"
 
@@ -25,6 +26,8 @@ static int is_record(const Node *node)
 int record_is_absent(const KeyTree *by_key, const Search *search)
 {
     Node before, behind;
+    if (search->outcome != ABSENT || search->is_proven)
+        return search->outcome == ABSENT;
     return key_tree_node(by_key, search, -1, &before) &&
            key_tree_node(by_key, search, 0, &behind) && is_record(&before) && is_record(&behind) &&
            key_tree_leaf_fits(by_key, search);
@@ -35,7 +38,7 @@ static int begin_block_search(const KeyTree *by_key, const Search *record, Wante
                               uint8_t *block_key, Search *block)
 {
     wanted->outcome = UNKNOWN;
-    if (record->outcome == ABSENT && record_is_absent(by_key, record))
+    if (record_is_absent(by_key, record))
         wanted->outcome = ABSENT;
     if (record->outcome != FOUND || !record_is_sound(record->key, record->key_bytes, record->value,
                                                      record->value_bytes))

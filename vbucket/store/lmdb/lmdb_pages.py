@@ -180,6 +180,8 @@ class PageReader:
         self._page_bytes = state.page_bytes
         self._trees: dict[str, Tree] = {MAIN_TABLE: state.main}
         self._in_c: dict[str, KeyTree | None] = {}
+        self._awaited: PageSums | None = None
+        """Set if trees in C were made before the checksums of new pages were in their file."""
 
     @property
     def tables(self) -> set[str]:
@@ -284,12 +286,19 @@ class PageReader:
         """Return what looks up keys of a table in C, None if the loops are not built. It compares
         each page with its checksum once; otherwise it checks less than this reader.
         """
+        if self._awaited is not None and self._awaited.transaction >= self._transaction:
+            self._awaited = None
+            self._in_c.clear()
         if table not in self._in_c:
-            tree = self._tree(table)
-            sums = None if self._sums is None else self._sums.view
+            tree, last_page, view, sums = self._tree(table), self._state.last_page, None, self._sums
+            if sums is not None:
+                is_behind = sums.transaction < self._transaction
+                view = sums.view(last_page)
+                if is_behind and view is not None and not sums.has(last_page):
+                    self._awaited = sums
             self._in_c[table] = key_tree(
-                self._view, self._page_bytes, self._state.last_page, tree.depth, tree.root,
-                sums, self._transaction,
+                self._view, self._page_bytes, last_page, tree.depth, tree.root, view,
+                self._transaction,
             )  # fmt: skip
         return self._in_c[table]
 

@@ -89,10 +89,15 @@ class PageSums:
         self._new: frozenset[int] = frozenset()
         self._load()
 
-    @property
-    def view(self) -> memoryview | None:
-        """The file, None if there is none."""
+    def view(self, last_page: int) -> memoryview | None:
+        """Return the file, with this page's checksum if it is written; None: there is no file."""
+        if not self.has(last_page):
+            self._load()
         return self._map
+
+    def has(self, number: int) -> bool:
+        """Whether what is loaded of the file has a checksum of this page."""
+        return self._entries is not None and ENTRIES_AT + number < len(self._entries)
 
     @property
     def transaction(self) -> int:
@@ -107,12 +112,8 @@ class PageSums:
             return False
         if max(self.transaction, self._followed) < transaction:
             return False  # of a commit whose checksums are being written
-        assert self._entries is not None
-        if ENTRIES_AT + number >= len(self._entries):
-            self._load()
-        entries = self._entries
-        at = ENTRIES_AT + number
-        return at >= len(entries) or entries[at] != crc
+        self.view(number)  # which loads the file again if it has grown
+        return self.known(number) != crc
 
     def check_age(self, known: int, transaction: int) -> None:
         """Compare `transaction` as it was, `known`, with that of the newest state, read after it.
@@ -140,8 +141,8 @@ class PageSums:
 
     def known(self, number: int) -> int | None:
         """Return the checksum that a page has to have, None if there is none."""
-        at = ENTRIES_AT + number
-        return None if self._entries is None or at >= len(self._entries) else self._entries[at]
+        at, entries = ENTRIES_AT + number, self._entries
+        return None if entries is None or at >= len(entries) else entries[at]
 
     def put(self, number: int, crc: int) -> None:
         """Replace the checksum of a page that is mended. Raises OSError."""
