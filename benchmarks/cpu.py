@@ -44,7 +44,7 @@ from benchmarks import workload
 from clients.consumer.core import ConsumerCore
 from clients.consumer.streams import Wanted
 from clients.position import Position
-from dcp.server.main import GC_THRESHOLDS
+from dcp.server.storage.memory_share import GC_THRESHOLDS
 from dcp.session.access.auth import AuthStep
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session

@@ -33,7 +33,7 @@ from typing import Any, Final
 from benchmarks import workload
 from benchmarks.cpu import NOW_NS, CoreNode, OpenDoor
 from dcp.core.groups import GroupCycle, WriteGroup
-from dcp.server.main import GC_THRESHOLDS
+from dcp.server.storage.memory_share import GC_THRESHOLDS
 from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.node_facts import Limits

@@ -30,7 +30,7 @@ from typing import Final
 
 from benchmarks import workload
 from benchmarks.cpu import BATCH, NOW_NS, PUMP_BYTES, CoreNode, drive, indexes
-from dcp.server.main import GC_THRESHOLDS
+from dcp.server.storage.memory_share import GC_THRESHOLDS
 from dcp.session.session import Session
 from dcp.stream.producer import Producer
 from dcp.wire.feature import Feature

@@ -42,7 +42,7 @@ from dcp.server.config.sources import (
     resolve,
 )
 from dcp.server.signal_watch import KEPT, SignalWatch, say
-from dcp.server.storage.memory_share import keep_freed_memory
+from dcp.server.storage.memory_share import tune_memory
 from vbucket.native.form import problem, version_and_form
 
 if TYPE_CHECKING:
@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     OnReady = Callable[[Node], None]
 
 STOP_AFTER_FAILURE_S: Final = 9.0
-
-GC_THRESHOLDS: Final = (50_000, 20, 50)
-"""The data is bytes in dictionaries and lists, which the cyclic collector does not track. It should
-look at the rest rarely, because a full pass stops the loop."""
 
 
 class ExitCode(IntEnum):
@@ -239,8 +235,7 @@ def run(
             log.warning(plan.notice)
         settings = within_open_files(plan.settings, allow_open_files(), log)
         share_quickly()
-        keep_freed_memory()
-        gc.set_threshold(*GC_THRESHOLDS)
+        tune_memory()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(
                 _serve(

@@ -105,11 +105,12 @@ def test_a_limit_of_address_space_counts() -> None:
 
 
 _FREE_AND_AGAIN = """
-import resource
-from dcp.server.storage.memory_share import keep_freed_memory
+import gc, resource
+from dcp.server.storage.memory_share import tune_memory
 keeps = {keeps}
 if keeps:
-    keep_freed_memory()
+    tune_memory()
+assert (gc.get_threshold()[0] == 50_000) is keeps
 for _ in range(50):
     [bytes([n]) * (1 << 20) for n in range(1, 9)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -139,10 +140,10 @@ main([sys.argv[1], str(os.getppid()), '0', '1048576', '4096'])""",
     ],
     ids=["server", "store process"],
 )
-def test_both_processes_keep_freed_memory(tmp_path: Path, start: str) -> None:
+def test_both_processes_tune_memory(tmp_path: Path, start: str) -> None:
     code = (
         "import os, sys\nfrom dcp.server.storage import memory_share\n"
-        f"memory_share.keep_freed_memory = lambda: os._exit(77)\n{start}"
+        f"memory_share.tune_memory = lambda: os._exit(77)\n{start}"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "data")], capture_output=True, check=False

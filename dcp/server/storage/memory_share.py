@@ -5,12 +5,13 @@ What the process may use is the smallest of the machine's memory, the limits of 
 the cgroups above it (version 2 or 1), and its limit of address space. A limit that cannot be read
 does not count. The numbers are read once, at start.
 
-`keep_freed_memory` is about the same memory: how much of what a process frees stays with it.
+`tune_memory` is about the same memory: how much of what a process frees stays with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,9 @@ what it may use, or this if that is less."""
 LARGE_BYTES: Final = 32 << 20
 """Size from which memory comes from the kernel by itself, and goes back at once: the most that
 glibc takes for it."""
+GC_THRESHOLDS: Final = (50_000, 20, 50)
+"""The data is bytes in dictionaries and lists, which the cyclic collector does not track. It should
+look at the rest rarely: a full pass stops the loop, and merges make many objects that end soon."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 
@@ -109,11 +113,12 @@ def _read_limit(file: Path) -> list[int]:
     return [int(text)] if text.isascii() and text.isdigit() else []
 
 
-def keep_freed_memory() -> None:
-    """Let malloc keep some of what is freed. Without it, each value of a megabyte gives its pages
-    back to the kernel when it is freed, and the next one waits while the kernel clears new ones: a
-    quarter of the processor time of such a SET. Only glibc has this setting.
+def tune_memory() -> None:
+    """Let the cyclic collector look rarely, and malloc keep some of what is freed. Without the
+    latter, a value of a megabyte gives its pages back to the kernel when it is freed, and the next
+    one waits for new ones: a quarter of the processor time of such a SET. Only glibc has it.
     """
+    gc.set_threshold(*GC_THRESHOLDS)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

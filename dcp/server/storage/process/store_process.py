@@ -37,7 +37,7 @@ import cbor2
 
 from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
-from dcp.server.storage.memory_share import keep_freed_memory
+from dcp.server.storage.memory_share import tune_memory
 from dcp.server.storage.process.rests import Rests
 from dcp.server.storage.process.scrub_work import ScrubWork
 from dcp.server.storage.process.store_messages import (
@@ -549,7 +549,7 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     end_without_parent()  # the parent may have died before prctl
     os.nice(nice)
-    keep_freed_memory()
+    tune_memory()
     try:
         env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
     except tuple(_ERRORS.values()) as error:
