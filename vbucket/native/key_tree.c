@@ -106,7 +106,7 @@ static int is_written_last(const KeyTree *tree, Search *search)
     uint64_t known, number = search->number;
     const uint8_t *sums = tree->sums.buf;
     uint8_t bit = (uint8_t)(1 << (number & 7));
-    if (tree->compared != NULL && tree->compared[number / 8] & bit)
+    if (tree->compared != NULL && tree->compared[number / 8] & bit && !search->is_strict)
         return 1;
     if (tree->compared != NULL)
         memcpy(&known, sums + SUMS_TRANSACTION_AT, sizeof known);
@@ -344,6 +344,12 @@ static Py_ssize_t begin_searches(const Py_buffer *prefix, PyObject *keys, Py_ssi
     return count;
 }
 
+/* Whether a key is absent. It is for merges, whose trees are new. */
+static int is_absent(const KeyTree *tree, const Search *search)
+{
+    return (search->outcome == ABSENT && search->is_proven) || record_is_absent(tree, search);
+}
+
 /* Appends the row of a sound record to a list. Returns 0 if there is none, -1 with an exception. */
 static int take_row(const Search *search, PyObject *rows)
 {
@@ -374,7 +380,7 @@ static PyObject *key_tree_rows_of(KeyTree *self, PyObject *args)
             key_tree_search(self, searches, (size_t)count);
         for (Py_ssize_t i = 0; i < count && !is_bad; i++) {
             int taken = take_row(&searches[i], rows);
-            is_bad = taken < 0 || (!taken && !record_is_absent(self, &searches[i]) &&
+            is_bad = taken < 0 || (!taken && !is_absent(self, &searches[i]) &&
                                    PyList_Append(unproven, PyList_GET_ITEM(keys, first + i)));
         }
     }

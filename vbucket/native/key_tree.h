@@ -44,7 +44,8 @@ typedef struct {
     const uint8_t *from, *to; /* nodes of branches: the leaf's keys are from one to below the other;
                                  NULL: there is no such bound */
     int is_large; /* found, but its value has pages of its own */
-    int is_proven; /* all pages on the way were compared with their checksums */
+    int is_strict; /* 1: compare all pages on the way with their checksums, also those that were */
+    int is_proven; /* all pages on the way were compared */
 } Search;
 
 /* A node of a leaf. The value may lie on pages of its own. */

@@ -4,9 +4,9 @@
    Invariants
    - a record counts if its checksum is right, a frame if its checksum, partition, key, seqno and
      CAS are;
-   - a key is absent only if all pages on the way have the bytes that were written last, or if it
-     would be between two sound records of one leaf, within the bounds that the branches give that
-     leaf. */
+   - a key is absent only if it would be between two sound records of one leaf, within the bounds
+     that the branches give that leaf, or if all pages on the way have the bytes that were written
+     last. A page that was compared may have been damaged since. */
 
 #include "stored_documents.h"
 
@@ -26,11 +26,15 @@ static int is_record(const Node *node)
 int record_is_absent(const KeyTree *by_key, const Search *search)
 {
     Node before, behind;
-    if (search->outcome != ABSENT || search->is_proven)
-        return search->outcome == ABSENT;
-    return key_tree_node(by_key, search, -1, &before) &&
-           key_tree_node(by_key, search, 0, &behind) && is_record(&before) && is_record(&behind) &&
-           key_tree_leaf_fits(by_key, search);
+    if (search->outcome != ABSENT)
+        return 0;
+    if (key_tree_node(by_key, search, -1, &before) &&
+        key_tree_node(by_key, search, 0, &behind) && is_record(&before) && is_record(&behind) &&
+        key_tree_leaf_fits(by_key, search))
+        return 1;
+    Search again = {.key = search->key, .key_bytes = search->key_bytes, .is_strict = 1};
+    key_tree_search(by_key, &again, 1);
+    return again.outcome == ABSENT && again.is_proven;
 }
 
 /* Takes what the search in `by_key` has found; begins that in `by_seqno` for a document. */

@@ -14,8 +14,8 @@ typedef struct {
     size_t frame_bytes;
 } Wanted;
 
-/* Whether a key of `by_key` is surely absent after a search: by the checksums of the pages on the
-   way, or by the records beside its place. */
+/* Whether a key of `by_key` is surely absent after a search: by the records beside its place, or
+   else by the checksums of the pages on the way, as they are now. */
 int record_is_absent(const KeyTree *by_key, const Search *search);
 
 /* Looks for up to SEARCHES_MAX documents together. What is not as it should be, and what other
