@@ -344,12 +344,6 @@ static Py_ssize_t begin_searches(const Py_buffer *prefix, PyObject *keys, Py_ssi
     return count;
 }
 
-/* Whether a key is absent. It is for merges, whose trees are new. */
-static int is_absent(const KeyTree *tree, const Search *search)
-{
-    return (search->outcome == ABSENT && search->is_proven) || record_is_absent(tree, search);
-}
-
 /* Appends the row of a sound record to a list. Returns 0 if there is none, -1 with an exception. */
 static int take_row(const Search *search, PyObject *rows)
 {
@@ -367,9 +361,10 @@ static PyObject *key_tree_rows_of(KeyTree *self, PyObject *args)
 {
     Py_buffer prefix;
     PyObject *keys;
+    int is_new = 0;
     uint8_t full_keys[SEARCHES_MAX][FULL_KEY_BYTES_MAX];
     Search searches[SEARCHES_MAX];
-    if (!PyArg_ParseTuple(args, "y*O!", &prefix, &PyList_Type, &keys))
+    if (!PyArg_ParseTuple(args, "y*O!|p", &prefix, &PyList_Type, &keys, &is_new))
         return NULL;
     PyObject *rows = PyList_New(0), *unproven = PyList_New(0);
     int is_bad = rows == NULL || unproven == NULL;
@@ -380,7 +375,8 @@ static PyObject *key_tree_rows_of(KeyTree *self, PyObject *args)
             key_tree_search(self, searches, (size_t)count);
         for (Py_ssize_t i = 0; i < count && !is_bad; i++) {
             int taken = take_row(&searches[i], rows);
-            is_bad = taken < 0 || (!taken && !is_absent(self, &searches[i]) &&
+            int is_proven = is_new && searches[i].outcome == ABSENT && searches[i].is_proven;
+            is_bad = taken < 0 || (!taken && !is_proven && !record_is_absent(self, &searches[i]) &&
                                    PyList_Append(unproven, PyList_GET_ITEM(keys, first + i)));
         }
     }

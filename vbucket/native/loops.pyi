@@ -312,10 +312,11 @@ class KeyTree:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
     def rows_of(
-        self, prefix: bytes, keys: list[bytes], /
+        self, prefix: bytes, keys: list[bytes], is_new: bool = False, /
     ) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
         """Return the sound records of `by_key` that these keys have, as rows, and the keys of which
-        it is not proven whether there is one.
+        it is not proven whether there is one. `is_new`: this object is of a transaction under way,
+        so pages that were compared prove it; else they are compared again.
         """
 
     def within(

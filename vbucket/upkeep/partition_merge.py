@@ -155,7 +155,7 @@ def _committed_rows(write: KvWrite, full_keys: list[bytes]) -> list[tuple[bytes,
     tree = None
     with suppress(StoreDamagedError):
         tree = write.tree(BY_KEY_TABLE)
-    rows, unproven = ([], full_keys) if tree is None else tree.rows_of(b"", full_keys)
+    rows, unproven = ([], full_keys) if tree is None else tree.rows_of(b"", full_keys, True)
     return sorted([*rows, *write.get_many(BY_KEY_TABLE, unproven)]) if unproven else rows
 
 
