@@ -196,9 +196,12 @@ static int walk(KeyTree *self, const Node *first, const Node *stop, Py_ssize_t l
         if (search.outcome == UNKNOWN || (search.count && !key_tree_leaf_fits(self, &search)))
             return DAMAGED;
         const uint8_t *ahead = key_tree_page_ahead(self, &search);
+        const uint8_t *ahead_end = ahead == NULL ? NULL : ahead + self->page_bytes;
         for (; search.low < search.count; search.low++) {
-            for (int i = 0; ahead != NULL && i < LINES_AHEAD; i++, ahead += CACHE_LINE_BYTES)
+            for (int i = 0; ahead != ahead_end && i < LINES_AHEAD; i++) {
                 PREFETCH(ahead); /* a page has some 40 records, and 64 lines */
+                ahead += CACHE_LINE_BYTES;
+            }
             if (!key_tree_node(self, &search, 0, next) ||
                 compare(next->key, next->key_bytes, node.key, node.key_bytes) <
                     (node.value != NULL)) /* it is not behind the last one */

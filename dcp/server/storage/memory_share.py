@@ -5,7 +5,8 @@ What the process may use is the smallest of the machine's memory, the limits of 
 the cgroups above it (version 2 or 1), and its limit of address space. A limit that cannot be read
 does not count. The numbers are read once, at start.
 
-`tune_memory` is about the same memory: how much of what a process frees stays with it.
+`tune_memory` is about the same memory: how much of what a process frees stays with it, and how
+rarely the cyclic collector looks for garbage.
 """
 
 from __future__ import annotations

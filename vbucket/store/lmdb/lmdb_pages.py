@@ -294,7 +294,7 @@ class PageReader:
             if sums is not None:
                 is_behind = sums.transaction < self._transaction
                 view = sums.view(last_page)
-                if is_behind and view is not None and not sums.has(last_page):
+                if is_behind and view is not None and sums.known(last_page) is None:
                     self._awaited = sums
             self._in_c[table] = key_tree(
                 self._view, self._page_bytes, last_page, tree.depth, tree.root, view,

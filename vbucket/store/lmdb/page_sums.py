@@ -91,13 +91,9 @@ class PageSums:
 
     def view(self, last_page: int) -> memoryview | None:
         """Return the file, with this page's checksum if it is written; None: there is no file."""
-        if not self.has(last_page):
+        if self.known(last_page) is None:
             self._load()
         return self._map
-
-    def has(self, number: int) -> bool:
-        """Whether what is loaded of the file has a checksum of this page."""
-        return self._entries is not None and ENTRIES_AT + number < len(self._entries)
 
     @property
     def transaction(self) -> int:
@@ -140,7 +136,7 @@ class PageSums:
         self._followed = transaction
 
     def known(self, number: int) -> int | None:
-        """Return the checksum that a page has to have, None if there is none."""
+        """Return the checksum that a page has to have; None: what is loaded has none."""
         at, entries = ENTRIES_AT + number, self._entries
         return None if entries is None or at >= len(entries) else entries[at]
 
